@@ -1,0 +1,1 @@
+"""The core that services share; each sub-package says in one sentence what it owns."""

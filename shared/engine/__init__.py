@@ -1,0 +1,1 @@
+"""Runs a worker: commands in, steps through scheduler and runner, events out."""

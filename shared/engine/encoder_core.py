@@ -1,0 +1,314 @@
+"""The engine of an encoder: media in, embeddings held under a lease until they were read.
+
+One thread of its own, like ``EngineCore``; a step is one batch of media items. An item is encoded
+once however many requests ask for it, and stays findable by hash until its room is needed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec import Struct
+
+from shared.clock import Clock
+from shared.engine.inbox import Inbox, Outbox
+from shared.errors import OutOfBlocks, TriptychError
+from shared.failpoints import Failpoints
+from shared.kv_cache.block_pool import BlockPool
+from shared.kv_cache.encoder_cache import READY, EncoderCache
+from shared.kv_cache.leases import LeaseTable
+from shared.runner.base import EncoderRunner
+from shared.scheduler.encoder_scheduler import EncoderScheduler
+from shared.step import EncodeItem
+from shared.telemetry import metrics
+from shared.telemetry.tracing import Span, Tracer
+from shared.types.transfer import AgentInfo, EcTransferParams
+from shared.types.worker import (
+    Abort,
+    Command,
+    Drain,
+    Encode,
+    Event,
+    Failed,
+    HandoffReady,
+    Released,
+    Renew,
+    WorkerStatus,
+)
+
+
+class Prepared(Struct, frozen=True):
+    """A media item ready for the runner (see EncodeItem)."""
+
+    data: bytes
+    shape: tuple[int, ...]
+    num_rows: int
+
+
+class MediaPreparer(Protocol):
+    """Turns raw media into runner input, off the engine thread."""
+
+    def prepare(self, data: bytes, done: Callable[[Prepared | TriptychError], None]) -> None:
+        """Call ``done`` once, from any thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class EncoderParts:
+    """What the composition root puts together. ``agent`` is read at each handoff, because its epoch
+    is learned after the start."""
+
+    scheduler: EncoderScheduler
+    cache: EncoderCache
+    runner: EncoderRunner
+    preparer: MediaPreparer
+    leases: LeaseTable
+    agent: Callable[[], AgentInfo]
+    pool: BlockPool
+    row_bytes: int
+    dtype: str
+    max_held_media_bytes: int
+    tracer: Tracer
+    clock: Clock
+    failpoints: Failpoints
+    inbox: Inbox
+    outbox: Outbox
+    incarnation: str
+
+
+@dataclass(slots=True)
+class Encoding:
+    """One Encode command. Its id is the handoff id, too. ``missing``: not encoded yet;
+    ``unread``: encoded, and not yet confirmed by a reader."""
+
+    request_id: str
+    mm_hashes: tuple[str, ...]
+    missing: set[str]
+    unread: set[str]
+    span: Span
+    encoded: int = 0
+    held: bool = field(default=False)
+
+
+class EncoderCore:
+    """Requests of one encoder. ``submit``, ``put_media``, ``status``, ``detached``: any thread."""
+
+    def __init__(self, parts: EncoderParts) -> None:
+        self._p = parts
+        self._emit = parts.outbox.emit
+        self._media: OrderedDict[str, bytes] = OrderedDict()
+        self._media_bytes = 0
+        self._preparing: set[str] = set()
+        self._live: dict[str, Encoding] = {}
+        self._draining = False
+        self.num_steps = 0
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    def submit(self, commands: list[Command]) -> None:
+        """Queue commands, in order."""
+        self._p.inbox.post(lambda: self._handle(commands))
+
+    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
+        """Receive every batch of events until the returned function is called."""
+        return self._p.outbox.subscribe(deliver)
+
+    def put_media(self, mm_hash: str, data: bytes) -> None:
+        """Keep raw media for a coming Encode; the oldest go when the bound is reached."""
+        self._p.inbox.post(lambda: self._keep(mm_hash, data))
+
+    def detached(self) -> None:
+        """The router's stream ended."""
+        self._p.inbox.post(self.abort_all)
+
+    def status(self) -> WorkerStatus:
+        """Load and progress now."""
+        pool = self._p.pool
+        return WorkerStatus(
+            incarnation=self._p.incarnation,
+            num_running=sum(1 for e in self._live.values() if not e.held),
+            num_waiting=self._p.scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_blocks_free=pool.num_free,
+            num_blocks_quarantined=pool.num_quarantined,
+            num_blocks_held=self._num_blocks_held(),
+            num_leases=len(self._p.leases),
+            steps=self.num_steps,
+            draining=self._draining,
+        )
+
+    def _num_blocks_held(self) -> int:
+        hashes = {mm_hash for encoding in list(self._live.values()) for mm_hash in encoding.mm_hashes}
+        entries = (self._p.cache.get(mm_hash) for mm_hash in hashes)
+        return sum(len(entry.block_ids) for entry in entries if entry is not None)
+
+    # -- engine thread ------------------------------------------------------------------------
+
+    def abort_all(self) -> None:
+        """Give back every request."""
+        for request_id in list(self._live):
+            self._release(request_id)
+
+    def tick(self) -> None:
+        """Leases that ended are given back: a normal outcome with a metric."""
+        for request_id in self._p.leases.expired():
+            if request_id in self._live:
+                metrics.LEASES_EXPIRED.labels("embedding").inc()
+                self._release(request_id)
+
+    def step(self) -> bool:
+        """Run one batch, if there is one."""
+        plan = self._p.scheduler.schedule()
+        if plan is None:
+            return False
+        result = self._p.runner.execute(plan)
+        self._p.failpoints.hit("encode.commit")
+        self.num_steps += 1
+        metrics.STEPS.inc()
+        metrics.ENCODED_ITEMS.inc(len(plan.items))
+        for item, checksum in zip(plan.items, result.checksums, strict=True):
+            self._p.cache.commit(item.mm_hash, checksum)
+            self._p.cache.release(item.mm_hash, _STEP)
+            self._ready(item.mm_hash)
+        return True
+
+    def verified(self, payload: bytes) -> None:
+        """A reader has one of a request's items; when all are read the request is over."""
+        request_id, _, mm_hash = payload.decode("ascii", "replace").partition(" ")
+        encoding = self._live.get(request_id)
+        if encoding is None:
+            return
+        encoding.unread.discard(mm_hash)
+        if not encoding.unread:
+            self._release(request_id)
+
+    # -- commands -----------------------------------------------------------------------------
+
+    def _handle(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Encode):
+                self._encode(command)
+            elif isinstance(command, Abort):
+                self._release(command.request_id)
+            elif isinstance(command, Renew):
+                for handoff_id in command.handoff_ids:
+                    self._p.leases.renew(handoff_id)
+            elif isinstance(command, Drain):
+                self._draining = True
+
+    def _encode(self, command: Encode) -> None:
+        if self._draining or command.request_id in self._live:
+            self._emit(Failed(command.request_id, "overloaded", "this encoder takes no new work", True))
+            return
+        span = self._p.tracer.span("encode", parent=command.traceparent)
+        hashes = tuple(dict.fromkeys(command.mm_hashes))
+        encoding = Encoding(command.request_id, command.mm_hashes, set(hashes), set(hashes), span)
+        self._live[command.request_id] = encoding
+        for mm_hash in hashes:
+            entry = self._p.cache.acquire(mm_hash, command.request_id)
+            metrics.ENCODER_QUERIES.inc()
+            if entry is not None and entry.state == READY:
+                metrics.ENCODER_HITS.inc()
+                encoding.missing.discard(mm_hash)
+            elif entry is None and not self._prepare(mm_hash):
+                self._fail(encoding, "not_found", "the media is not here (any more)", True)
+                return
+        self._finish_if_ready(encoding)
+
+    def _prepare(self, mm_hash: str) -> bool:
+        if mm_hash in self._preparing:
+            return True
+        data = self._media.get(mm_hash)
+        if data is None:
+            return False
+        self._preparing.add(mm_hash)
+        self._p.preparer.prepare(data, lambda out: self._p.inbox.post(lambda: self._prepared(mm_hash, out)))
+        return True
+
+    def _prepared(self, mm_hash: str, outcome: Prepared | TriptychError) -> None:
+        self._preparing.discard(mm_hash)
+        waiting = [e for e in self._live.values() if not e.held and mm_hash in e.missing]
+        if isinstance(outcome, TriptychError):
+            for encoding in waiting:
+                self._fail(encoding, outcome.code, outcome.message, outcome.retryable)
+            return
+        if not waiting:
+            return
+        try:
+            entry = self._p.cache.allocate(mm_hash, outcome.num_rows, _STEP)
+        except OutOfBlocks:
+            for encoding in waiting:
+                self._fail(encoding, "overloaded", "no room for embeddings", True)
+            return
+        for encoding in waiting:
+            encoding.encoded += 1
+            self._p.cache.acquire(mm_hash, encoding.request_id)
+        self._p.scheduler.add(
+            EncodeItem(mm_hash, outcome.data, outcome.shape, outcome.num_rows, tuple(entry.block_ids))
+        )
+
+    def _ready(self, mm_hash: str) -> None:
+        for encoding in list(self._live.values()):
+            if not encoding.held and mm_hash in encoding.missing:
+                encoding.missing.discard(mm_hash)
+                self._finish_if_ready(encoding)
+
+    def _finish_if_ready(self, encoding: Encoding) -> None:
+        if encoding.missing:
+            return
+        encoding.held = True
+        encoding.span.set("items_encoded", encoding.encoded)
+        encoding.span.end()
+        self._p.leases.grant(encoding.request_id)
+        metrics.LEASES_GRANTED.labels("embedding").inc()
+        params = tuple(self._params(encoding.request_id, mm_hash) for mm_hash in encoding.mm_hashes)
+        self._emit(HandoffReady(encoding.request_id, encoding.request_id, embeddings=params))
+
+    def _params(self, request_id: str, mm_hash: str) -> EcTransferParams:
+        entry = self._p.cache.get(mm_hash)
+        if entry is None:
+            raise KeyError(mm_hash)
+        return EcTransferParams(
+            handoff_id=request_id,
+            producer=self._p.agent(),
+            mm_hash=mm_hash,
+            num_rows=entry.num_rows,
+            row_bytes=self._p.row_bytes,
+            dtype=self._p.dtype,
+            block_ids=tuple(entry.block_ids),
+            generations=tuple(self._p.pool.generation(block_id) for block_id in entry.block_ids),
+            checksum=entry.checksum,
+        )
+
+    def _fail(self, encoding: Encoding, code: str, message: str, retryable: bool) -> None:
+        encoding.span.end()
+        self._release(encoding.request_id)
+        self._emit(Failed(encoding.request_id, code, message, retryable))
+
+    def _release(self, request_id: str) -> None:
+        encoding = self._live.pop(request_id, None)
+        if encoding is None:
+            return
+        self._p.leases.release(request_id)
+        for mm_hash in encoding.mm_hashes:
+            self._p.cache.release(mm_hash, request_id)
+        if not encoding.held:
+            encoding.span.end()
+        self._emit(Released(request_id))
+
+    def _keep(self, mm_hash: str, data: bytes) -> None:
+        if mm_hash in self._media:
+            self._media.move_to_end(mm_hash)
+            return
+        self._media[mm_hash] = data
+        self._media_bytes += len(data)
+        while self._media_bytes > self._p.max_held_media_bytes and len(self._media) > 1:
+            _, old = self._media.popitem(last=False)
+            self._media_bytes -= len(old)
+
+
+#: The cache user that stands for a step in flight.
+_STEP = "step"

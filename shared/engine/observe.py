@@ -1,0 +1,29 @@
+"""Turns the engine's records into metrics; the metrics themselves are defined in ``shared.telemetry.metrics``."""
+
+from __future__ import annotations
+
+from shared.telemetry import metrics
+from shared.transfer.handoff import PullOutcome
+from shared.types.worker import WorkerStatus
+
+
+def observe_pull(kind: str, outcome: PullOutcome) -> None:
+    """Count one pull. ``kind``: kv, embedding or store."""
+    backend = outcome.backend or "none"
+    metrics.TRANSFER_BYTES.labels(backend, kind).inc(outcome.nbytes)
+    metrics.TRANSFER_SECONDS.labels(backend, kind).observe(outcome.seconds)
+    if not all(outcome.ok):
+        metrics.TRANSFER_FAILURES.labels(outcome.reason or "failed").inc()
+    if outcome.reason == "corrupt":
+        metrics.CHECKSUM_FAILURES.labels(kind).inc(outcome.ok.count(False))
+
+
+def observe_status(status: WorkerStatus) -> None:
+    """Set the gauges of one worker."""
+    metrics.RUNNING.set(status.num_running)
+    metrics.WAITING.set(status.num_waiting)
+    metrics.KV_BLOCKS.labels("free").set(status.num_blocks_free)
+    metrics.KV_BLOCKS.labels("used").set(status.num_blocks_held)
+    metrics.KV_BLOCKS.labels("quarantined").set(status.num_blocks_quarantined)
+    if status.num_blocks:
+        metrics.KV_UTILISATION.set(status.num_blocks_held / status.num_blocks)

@@ -1,0 +1,157 @@
+"""A worker's side of the kv_store: hits before a prompt is computed, offers after blocks are final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from shared.engine.desk import PullDesk
+from shared.engine.inbox import Inbox
+from shared.engine.landing import Landing
+from shared.engine.observe import observe_pull
+from shared.errors import OutOfBlocks
+from shared.kv_cache.block_hash import BlockHasher
+from shared.kv_cache.manager import CommittedBlock, KVCacheManager
+from shared.scheduler.sequence import Sequence
+from shared.telemetry import metrics
+from shared.tiering.remote import StoreHit, StoreQuery
+from shared.transfer.handoff import PullOutcome
+
+
+class StoreLink:
+    """No store: nothing is found and nothing is kept. Base of the real link."""
+
+    def load(self, sequence: Sequence, then: Callable[[], None]) -> None:
+        """Bring what the store holds of the prompt into the sequence's table, then call ``then``
+        (always, in the engine thread)."""
+        then()
+
+    def offer(self, blocks: tuple[CommittedBlock, ...]) -> None:
+        """Offer final blocks for keeping, in the background."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The request is being stopped: whatever is still landing for it is closed, and then its table."""
+
+
+class StoreCalls(Protocol):
+    """The store's RPCs as calls that answer by callback, in any thread."""
+
+    def lookup(self, query: StoreQuery, done: Callable[[StoreHit | None], None]) -> None: ...
+    def release(self, lease_id: str) -> None: ...
+    def offer(self, blocks: tuple[CommittedBlock, ...], done: Callable[[int], None]) -> None: ...
+
+
+class RemoteStoreLink(StoreLink):
+    """Talks to a kv_store. Engine thread only, except the callbacks of ``calls``."""
+
+    def __init__(
+        self,
+        calls: StoreCalls,
+        kv: KVCacheManager,
+        hasher: BlockHasher,
+        desk: PullDesk,
+        inbox: Inbox,
+        *,
+        deadline_s: float,
+        min_blocks: int,
+        max_offered_blocks: int,
+    ) -> None:
+        self._calls = calls
+        self._kv = kv
+        self._hasher = hasher
+        self._desk = desk
+        self._inbox = inbox
+        self._deadline_s = deadline_s
+        self._min_blocks = min_blocks
+        self._max_offered = max_offered_blocks
+        self._num_offered = 0
+        self._landings: dict[str, Landing] = {}
+
+    def load(self, sequence: Sequence, then: Callable[[], None]) -> None:
+        request, spec = sequence.request, self._kv.spec
+        usable = (len(sequence.tokens) - 1) // spec.block_size
+        if usable < self._min_blocks:
+            then()
+            return
+        held = self._kv.open(
+            sequence.key,
+            sequence.tokens,
+            request.media,
+            request.cache_salt,
+            request.adapter,
+            max_cached_tokens=len(sequence.tokens) - 1,
+        )
+        sequence.kv_open = True
+        sequence.num_cached = sequence.num_computed = held
+        first = held // spec.block_size
+        if usable - first < self._min_blocks:
+            then()
+            return
+        query = StoreQuery(self._kv.wanted(sequence.key, first, usable - first))
+        metrics.STORE_QUERIES.inc(usable - first)
+        self._calls.lookup(query, lambda hit: self._inbox.post(lambda: self._found(sequence, first, hit, then)))
+
+    def forget(self, sequence: Sequence) -> None:
+        landing = self._landings.pop(sequence.key, None)
+        if landing is not None:
+            landing.close()
+            sequence.kv_open = False
+
+    def offer(self, blocks: tuple[CommittedBlock, ...]) -> None:
+        if self._num_offered + len(blocks) > self._max_offered:
+            return
+        self._num_offered += len(blocks)
+        for block in blocks:
+            self._kv.pin(block.group, (block.block_id,))
+        self._calls.offer(blocks, lambda kept: self._inbox.post(lambda: self._offered(blocks)))
+
+    def _offered(self, blocks: tuple[CommittedBlock, ...]) -> None:
+        self._num_offered -= len(blocks)
+        for block in blocks:
+            self._kv.unpin(block.group, (block.block_id,))
+
+    def _found(self, sequence: Sequence, first: int, hit: StoreHit | None, then: Callable[[], None]) -> None:
+        if sequence.done or hit is None or not hit.num_blocks:
+            if hit is not None:
+                self._calls.release(hit.lease_id)
+            then()
+            return
+        end = (first + hit.num_blocks) * self._kv.spec.block_size
+        try:
+            self._kv.reserve(sequence.key, end, writable_from=sequence.num_computed)
+        except OutOfBlocks:
+            self._calls.release(hit.lease_id)
+            then()
+            return
+        metrics.STORE_HITS.inc(hit.num_blocks)
+        landing = Landing(
+            sequence.key,
+            first,
+            self._kv,
+            self._desk,
+            self._deadline_s,
+            lambda outcome: self._landed(sequence, first, hit, outcome, then),
+        )
+        self._landings[sequence.key] = landing
+        for group, refs in enumerate(hit.refs):
+            landing.pull(hit.producer, group, first, refs)
+
+    def _landed(
+        self, sequence: Sequence, first: int, hit: StoreHit, outcome: PullOutcome, then: Callable[[], None]
+    ) -> None:
+        observe_pull("store", outcome)
+        landing = self._landings.get(sequence.key)
+        if landing is None or not landing.idle:
+            return
+        del self._landings[sequence.key]
+        self._calls.release(hit.lease_id)
+        if landing.lost or sequence.done:
+            landing.close()
+            sequence.kv_open = False
+            sequence.num_cached = sequence.num_computed = 0
+        else:
+            num_valid = landing.num_valid(first + hit.num_blocks)
+            end = num_valid * self._kv.spec.block_size
+            self._kv.commit(sequence.key, end, landing.checksums(num_valid))
+            sequence.num_cached = sequence.num_computed = end
+        then()

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
+
+from msgspec import Struct
 
 from shared.engine.desk import PullDesk
 from shared.engine.inbox import Inbox
 from shared.engine.landing import Landing
 from shared.engine.observe import observe_pull
 from shared.errors import OutOfBlocks
-from shared.kv_cache.block_hash import BlockHasher
+from shared.kv_cache.block_hash import BlockHasher, HashedBlock
 from shared.kv_cache.manager import CommittedBlock, KVCacheManager
 from shared.scheduler.sequence import Sequence
 from shared.telemetry import metrics
-from shared.tiering.remote import StoreHit, StoreQuery
 from shared.transfer.handoff import PullOutcome
+from shared.types.transfer import AgentInfo, BlockRef
+
+
+class StoreHit(Struct, frozen=True):
+    """The first ``num_blocks`` of what was asked for are there: ``refs`` a group, under a lease."""
+
+    lease_id: str
+    producer: AgentInfo
+    num_blocks: int
+    refs: tuple[tuple[BlockRef, ...], ...]
 
 
 class StoreLink:
@@ -36,7 +48,7 @@ class StoreLink:
 class StoreCalls(Protocol):
     """The store's RPCs as calls that answer by callback, in any thread."""
 
-    def lookup(self, query: StoreQuery, done: Callable[[StoreHit | None], None]) -> None: ...
+    def lookup(self, wanted: tuple[HashedBlock, ...], done: Callable[[StoreHit | None], None]) -> None: ...
     def release(self, lease_id: str) -> None: ...
     def offer(self, blocks: tuple[CommittedBlock, ...], done: Callable[[int], None]) -> None: ...
 
@@ -87,9 +99,14 @@ class RemoteStoreLink(StoreLink):
         if usable - first < self._min_blocks:
             then()
             return
-        query = StoreQuery(self._kv.wanted(sequence.key, first, usable - first))
+        blocks = self._hasher.prompt(
+            sequence.tokens, request.media, request.cache_salt, request.adapter
+        )
+        wanted = tuple(islice(blocks, first, usable))
         metrics.STORE_QUERIES.inc(usable - first)
-        self._calls.lookup(query, lambda hit: self._inbox.post(lambda: self._found(sequence, first, hit, then)))
+        self._calls.lookup(
+            wanted, lambda hit: self._inbox.post(lambda: self._found(sequence, first, hit, then))
+        )
 
     def forget(self, sequence: Sequence) -> None:
         landing = self._landings.pop(sequence.key, None)

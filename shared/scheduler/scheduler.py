@@ -58,6 +58,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._rows_to_free: list[int] = []
         self._lost: list[Outcome] = []
+        self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(kv.spec.groups)
         self._step_id = 0
         self.num_preemptions = 0
 
@@ -159,7 +160,7 @@ class Scheduler:
         if copies:
             start = min(start, first // self._kv.spec.block_size)
         length = self._kv.table_len(sequence.key)
-        blocks: tuple[tuple[int, ...], ...] = ()
+        blocks = self._no_blocks
         if start < length:
             blocks = self._kv.table(sequence.key, start)
             sequence.sent_blocks = length

@@ -70,7 +70,7 @@ class SumRunner(Runner):
 
     def _compute(self, step: RowStep) -> list[int]:
         row = self._rows[step.row]
-        if step.blocks:
+        if step.blocks[0]:
             row.table[step.block_start :] = step.blocks[0]
         for position, token in enumerate(step.token_ids, step.first):
             value = row.last if token == LAST_SAMPLED else token

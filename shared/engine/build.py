@@ -1,0 +1,161 @@
+"""Builds the engine of a prefill or decode worker from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared.clock import Clock, Entropy
+from shared.config.services import EncoderConfig, KVConfig, WorkerConfig
+from shared.engine.backend import Backend, RunnerMemory
+from shared.engine.core import EngineCore, EngineParts
+from shared.engine.desk import PullDesk
+from shared.engine.embeddings import Embeddings
+from shared.engine.inbox import Inbox, Outbox
+from shared.engine.intake import Intake
+from shared.engine.loop import EngineLoop
+from shared.engine.outflow import Outflow
+from shared.engine.spans import RequestSpans
+from shared.engine.store_link import RemoteStoreLink, StoreCalls, StoreLink
+from shared.failpoints import Failpoints
+from shared.kv_cache.block_hash import BlockHasher
+from shared.kv_cache.block_pool import BlockPool
+from shared.kv_cache.encoder_cache import EncoderCache
+from shared.kv_cache.leases import LeaseTable
+from shared.kv_cache.manager import KVCacheManager
+from shared.scheduler.scheduler import Scheduler, SchedulerLimits
+from shared.telemetry.tracing import Tracer
+from shared.transfer.arena import Arena
+from shared.types.kv import KVCacheSpec
+
+#: Blocks that may be on offer to the store at a time: they are pinned meanwhile.
+MAX_OFFERED_BLOCKS = 256
+#: Shorter prefixes are computed faster than they are looked up.
+MIN_STORE_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a process gives to everything in it."""
+
+    clock: Clock
+    entropy: Entropy
+    failpoints: Failpoints
+    tracer: Tracer
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class TokenEngine:
+    """A built engine; ``desk`` still wants its puller, ``store_calls`` may still be unreachable."""
+
+    core: EngineCore
+    loop: EngineLoop
+    desk: PullDesk
+    arenas: dict[str, Arena]
+
+
+def num_blocks_for(config: KVConfig, spec: KVCacheSpec) -> int:
+    """Blocks of each group: as configured, or as many as the memory holds."""
+    if config.num_blocks:
+        return config.num_blocks
+    extent = sum(group.extent_bytes(spec.block_size) for group in spec.groups)
+    return max(1, (config.memory_mb << 20) // extent)
+
+
+def make_arenas(
+    spec: KVCacheSpec, num_blocks: int, encoder: EncoderConfig, row_bytes: int, incarnation: str
+) -> dict[str, Arena]:
+    """The ``kv`` arena and the ``ec`` arena of a worker."""
+    extents = tuple(group.extent_bytes(spec.block_size) for group in spec.groups)
+    return {
+        "kv": Arena.create("kv", (num_blocks,) * len(extents), extents, incarnation),
+        "ec": make_ec_arena(encoder, row_bytes, incarnation),
+    }
+
+
+def make_ec_arena(encoder: EncoderConfig, row_bytes: int, incarnation: str) -> Arena:
+    """An arena of embedding rows."""
+    extent = encoder.rows_per_block * row_bytes
+    return Arena.create("ec", (max(1, (encoder.memory_mb << 20) // extent),), (extent,), incarnation)
+
+
+def runner_memory(arenas: dict[str, Arena], rows_per_block: int) -> RunnerMemory:
+    """The block data of the arenas, as runners take it."""
+    kv = arenas.get("kv")
+    groups = range(len(kv.info.num_blocks)) if kv is not None else range(0)
+    views = tuple(kv.data(group) for group in groups) if kv is not None else ()
+    return RunnerMemory(views, arenas["ec"].data(0), rows_per_block)
+
+
+def build_token_engine(
+    config: WorkerConfig,
+    backend: Backend,
+    environment: Environment,
+    store_calls: StoreCalls | None,
+    fatal: Callable[[BaseException], None],
+) -> TokenEngine:
+    """Everything but the puller and the wire. Loads the weights."""
+    spec = backend.cache_spec(config.kv.block_size)
+    num_blocks = num_blocks_for(config.kv, spec)
+    arenas = make_arenas(spec, num_blocks, config.encoder, backend.row_bytes, environment.incarnation)
+    hasher = BlockHasher(backend.identity, spec.block_size)
+    kv_arena, ec_arena = arenas["kv"], arenas["ec"]
+    kv = KVCacheManager(
+        spec,
+        [num_blocks] * len(spec.groups),
+        hasher,
+        [kv_arena.generations(group) for group in range(len(spec.groups))],
+        prefix_caching=config.kv.prefix_caching,
+    )
+    ec_pool = BlockPool(ec_arena.info.num_blocks[0], ec_arena.generations(0))
+    max_model_len = min(config.scheduler.max_model_len or backend.max_model_len, backend.max_model_len)
+    limits = SchedulerLimits(
+        config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs, max_model_len
+    )
+    scheduler = Scheduler(limits, kv, backend.eos_token_ids)
+    inbox, outbox = Inbox(), Outbox()
+    desk = PullDesk(inbox)
+    leases = LeaseTable(environment.clock, config.transfer.lease_s)
+    deadline_s, tracer = config.transfer.deadline_s, environment.tracer
+    store: StoreLink = StoreLink()
+    if store_calls is not None:
+        store = RemoteStoreLink(
+            store_calls,
+            kv,
+            hasher,
+            desk,
+            inbox,
+            deadline_s=deadline_s,
+            min_blocks=MIN_STORE_BLOCKS,
+            max_offered_blocks=MAX_OFFERED_BLOCKS,
+        )
+    parts = EngineParts(
+        model=backend.identity.model,
+        max_model_len=max_model_len,
+        scheduler=scheduler,
+        kv=kv,
+        desk=desk,
+        outflow=Outflow(kv, leases, outbox.emit, environment.failpoints),
+        embeddings=Embeddings(
+            EncoderCache(ec_pool, config.encoder.rows_per_block), desk, tracer, deadline_s, backend.row_bytes
+        ),
+        store=store,
+        spans=RequestSpans(tracer),
+        clock=environment.clock,
+        entropy=environment.entropy,
+        failpoints=environment.failpoints,
+        inbox=inbox,
+        outbox=outbox,
+        incarnation=environment.incarnation,
+    )
+
+    def make_intake(core: EngineCore) -> Intake:
+        return Intake(
+            kv, desk, outbox.emit, environment.clock, tracer, deadline_s, core.arrived, core.lost
+        )
+
+    core = EngineCore(parts, make_intake)
+    runner = backend.runner(spec, runner_memory(arenas, config.encoder.rows_per_block))
+    loop = EngineLoop(core, scheduler, runner, inbox, outbox, environment.clock, fatal)
+    return TokenEngine(core, loop, desk, arenas)

@@ -1,0 +1,235 @@
+"""The process around an engine: gRPC server, announcements, metrics, signals, and the way down.
+
+Order up: engine thread, gRPC server, announcer. Order down: announce nothing more, drain, stop the
+engine, then the puller and the arenas. A fatal engine error ends the process with status 1, so that
+its requests go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import uvloop
+
+from shared.clock import MonotonicClock, SystemEntropy
+from shared.config.services import TelemetryConfig, WorkerConfig
+from shared.engine.backend import Backend, load_backend
+from shared.engine.build import Environment, build_token_engine
+from shared.engine.build_encoder import build_encoder_engine
+from shared.engine.port import Core, EnginePort
+from shared.engine.store_calls import build_store_calls
+from shared.failpoints import Failpoints
+from shared.rpc.control import Announcer
+from shared.rpc.server import RpcServer
+from shared.rpc.worker_stream import WorkerServicer
+from shared.telemetry.http import MetricsServer
+from shared.telemetry.logs import configure, get_logger
+from shared.telemetry.tracing import Tracer, build_tracer
+from shared.transfer.agent import TransferAgent
+from shared.transfer.arena import Arena
+from shared.transfer.factory import make_backends
+from shared.transfer.puller import Puller
+from shared.types.transfer import AgentInfo
+from shared.types.worker import Command, Drain, WorkerInfo
+
+log = get_logger(__name__)
+
+
+class Loop(Protocol):
+    """An engine's thread."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+@dataclass
+class Host:
+    """One running worker process. ``exit_code`` is set by whoever ends it."""
+
+    config: WorkerConfig
+    backend: Backend
+    environment: Environment
+    stopping: asyncio.Event
+    event_loop: asyncio.AbstractEventLoop
+    address: str = ""
+    exit_code: int = 0
+    agent: TransferAgent | None = None
+
+    def agent_info(self) -> AgentInfo:
+        """The agent's metadata with the epoch of now."""
+        if self.agent is None:
+            raise RuntimeError("the transfer agent is not up yet")
+        return self.agent.info(self.backend.layout(self.config.kv.block_size))
+
+    def info(self) -> WorkerInfo:
+        """What the worker announces."""
+        config = self.config
+        return WorkerInfo(
+            worker_id=config.worker_id,
+            incarnation=self.environment.incarnation,
+            kind=config.kind,
+            address=self.address,
+            model=self.backend.identity.model,
+            identity=self.backend.identity,
+            agent=self.agent_info(),
+            block_size=config.kv.block_size,
+            max_model_len=min(
+                config.scheduler.max_model_len or self.backend.max_model_len, self.backend.max_model_len
+            ),
+            pid=os.getpid(),
+        )
+
+    def make_agent(self, arenas: Mapping[str, Arena]) -> TransferAgent:
+        """Register the arenas with every configured backend."""
+        config, incarnation = self.config, self.environment.incarnation
+        backends = make_backends(config.transfer, f"{config.worker_id}-{incarnation}")
+        self.agent = TransferAgent(config.worker_id, incarnation, backends, arenas, config.transfer.order)
+        return self.agent
+
+    def fatal(self, error: BaseException) -> None:
+        """The engine cannot go on (any thread)."""
+        self.exit_code = 1
+        self.event_loop.call_soon_threadsafe(self.stopping.set)
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Run one worker until SIGTERM or SIGINT; returns the exit status."""
+    configure(f"{config.kind}:{config.worker_id}", config.telemetry.log_level)
+    return uvloop.run(_serve(config))
+
+
+async def _serve(config: WorkerConfig) -> int:
+    event_loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        event_loop.add_signal_handler(signum, stopping.set)
+    incarnation = SystemEntropy().hex_id()
+    environment = Environment(
+        clock=MonotonicClock(),
+        entropy=SystemEntropy(),
+        failpoints=Failpoints.parse(config.runtime.failpoints),
+        tracer=_tracer(config.kind, config.worker_id, config.telemetry),
+        incarnation=incarnation,
+    )
+    backend = load_backend(config.model, config.runtime)
+    host = Host(config, backend, environment, stopping, event_loop)
+    build = _encoder if config.kind == "encoder" else _token_worker
+    core, loop, port, close = build(host)
+    try:
+        await _run(host, core, loop, port)
+    finally:
+        await asyncio.to_thread(loop.stop)
+        close()
+        environment.tracer.close()
+    return host.exit_code
+
+
+Built = tuple[Core, Loop, EnginePort, Callable[[], None]]
+
+
+def _token_worker(host: Host) -> Built:
+    config, environment = host.config, host.environment
+    calls = build_store_calls(config, host.info, host.event_loop)
+    engine = build_token_engine(config, host.backend, environment, calls, host.fatal)
+    agent = host.make_agent(engine.arenas)
+    puller = Puller(
+        agent,
+        deliver=engine.desk.deliver,
+        notified=engine.desk.notified,
+        settled=engine.desk.settle,
+        clock=environment.clock,
+        deadline_s=config.transfer.deadline_s,
+        failpoints=environment.failpoints,
+        verify=config.kv.verify,
+    )
+    puller.expect(config.kind == "prefill")
+    engine.desk.bind(puller)
+
+    def close() -> None:
+        puller.close()
+        agent.close()
+        for arena in engine.arenas.values():
+            arena.close()
+
+    return engine.core, engine.loop, EnginePort(engine.core, host.info), close
+
+
+def _encoder(host: Host) -> Built:
+    config, environment = host.config, host.environment
+    engine = build_encoder_engine(
+        config, host.backend, environment, host.event_loop, host.agent_info, host.fatal
+    )
+    agent = host.make_agent(engine.arenas)
+    puller = Puller(
+        agent,
+        deliver=lambda outcome: None,
+        notified=lambda payload: engine.inbox.post(lambda: engine.core.verified(payload)),
+        settled=lambda pull_id: None,
+        clock=environment.clock,
+    )
+    puller.expect(True)
+
+    def close() -> None:
+        puller.close()
+        agent.close()
+        engine.arenas["ec"].close()
+
+    return engine.core, engine.loop, EnginePort(engine.core, host.info, engine.core.put_media), close
+
+
+async def _run(host: Host, core: Core, loop: Loop, port: EnginePort) -> None:
+    config = host.config
+    server = RpcServer(
+        config.server.host, config.server.port, max_message_bytes=config.server.max_message_bytes
+    )
+    WorkerServicer(port, max_media_bytes=config.encoder.max_media_bytes).add_to(server.server)
+    metrics = MetricsServer(config.server.metrics_host, config.server.metrics_port)
+    metrics_port = metrics.start()
+    loop.start()
+    bound = await server.start()
+    host.address = f"{config.server.host}:{bound}"
+    await server.set_serving(True)
+    announcer = Announcer(config.routers, host.info, _epoch_setter(host))
+    announcer.start()
+    log.info("ready", address=host.address, metrics_port=metrics_port, model=host.backend.identity.model)
+    await host.stopping.wait()
+    await announcer.close()
+    if not host.exit_code:
+        await _drain(core, config.runtime.drain_s)
+    await server.stop(0.5)
+    metrics.close()
+
+
+async def _drain(core: Core, limit_s: float) -> None:
+    """Take nothing new and wait until nothing runs, at most ``limit_s``."""
+    drain: list[Command] = [Drain()]
+    core.submit(drain)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while _busy(core):
+                await asyncio.sleep(0.05)
+
+
+def _busy(core: Core) -> bool:
+    status = core.status()
+    return bool(status.num_running or status.num_waiting or status.num_leases)
+
+
+def _epoch_setter(host: Host) -> Callable[[int], None]:
+    def set_epoch(epoch: int) -> None:
+        if host.agent is not None:
+            host.agent.set_epoch(epoch)
+
+    return set_epoch
+
+
+def _tracer(kind: str, worker_id: str, config: TelemetryConfig) -> Tracer:
+    return build_tracer(
+        kind, config.otlp_endpoint, pid=os.getpid(), attributes={"worker.id": worker_id}
+    )

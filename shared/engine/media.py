@@ -1,0 +1,65 @@
+"""Prepares raw media for an encoder runner: pixels from a child process, or the bytes as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.config.services import EncoderConfig
+from shared.engine.encoder_core import Prepared
+from shared.errors import InternalError, TriptychError
+from shared.multimodal.decoder import DecodeOptions, MediaDecoder
+from shared.multimodal.image import ImageLimits, inspect_image
+from shared.multimodal.processor import load_processor
+
+Done = Callable[[Prepared | TriptychError], None]
+
+
+class RawMedia:
+    """Media bytes as they are; the header says how many rows they make."""
+
+    def __init__(self, model_dir: Path, config: EncoderConfig) -> None:
+        self._processor = load_processor(model_dir)
+        self._limits = ImageLimits(max_bytes=config.max_media_bytes, max_pixels=config.max_pixels)
+
+    def prepare(self, data: bytes, done: Done) -> None:
+        try:
+            header = inspect_image(data, self._limits)
+            done(Prepared(data, (len(data),), self._processor.num_rows(header.width, header.height)))
+        except TriptychError as error:
+            done(error)
+
+
+class PixelMedia:
+    """Pictures decoded and resized in disposable child processes, driven from ``event_loop``."""
+
+    def __init__(
+        self, model_dir: Path, config: EncoderConfig, event_loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._processor = load_processor(model_dir)
+        self._limits = ImageLimits(max_bytes=config.max_media_bytes, max_pixels=config.max_pixels)
+        self._decoder = MediaDecoder(
+            num_processes=config.num_decoders, timeout_s=config.decode_timeout_s
+        )
+        self._event_loop = event_loop
+
+    def prepare(self, data: bytes, done: Done) -> None:
+        asyncio.run_coroutine_threadsafe(self._prepare(data, done), self._event_loop)
+
+    async def _prepare(self, data: bytes, done: Done) -> None:
+        try:
+            header = inspect_image(data, self._limits)
+            options = DecodeOptions(size=self._processor.size, limits=self._limits)
+            pixels = await self._decoder.decode(data, options)
+        except TriptychError as error:
+            done(error)
+        except OSError:
+            done(InternalError("the picture decoder could not be started"))
+        else:
+            num_rows = self._processor.num_rows(header.width, header.height)
+            done(Prepared(pixels.data, pixels.shape, num_rows))
+
+    async def close(self) -> None:
+        """End the child processes."""
+        await self._decoder.close()

@@ -12,6 +12,7 @@ from shared.config.services import EncoderConfig, ModelConfig, RuntimeConfig
 from shared.engine.encoder_core import MediaPreparer
 from shared.errors import ConfigError
 from shared.runner.base import EncoderRunner, Runner
+from shared.scheduler.scheduler import SchedulerLimits
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.kv import KVCacheSpec, KVGroupSpec
 
@@ -47,7 +48,7 @@ class Backend(ABC):
         return LayoutSpec(groups=self.groups, block_size=block_size)
 
     @abstractmethod
-    def runner(self, spec: KVCacheSpec, memory: RunnerMemory) -> Runner:
+    def runner(self, spec: KVCacheSpec, memory: RunnerMemory, limits: SchedulerLimits) -> Runner:
         """Load weights and build the token runner; call before the first request."""
 
     @abstractmethod

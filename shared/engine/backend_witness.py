@@ -13,6 +13,7 @@ from shared.registry.identity import identity_of
 from shared.runner.witness.encoder import WitnessEncoderRunner
 from shared.runner.witness.runner import WitnessRunner
 from shared.runner.witness_config import load_witness_config
+from shared.scheduler.scheduler import SchedulerLimits
 from shared.types.kv import KVCacheSpec, KVGroupSpec
 
 
@@ -29,7 +30,7 @@ class WitnessBackend(Backend):
         self.row_bytes = self._witness.row_bytes
         self.row_dtype = "uint64"
 
-    def runner(self, spec: KVCacheSpec, memory: RunnerMemory) -> WitnessRunner:
+    def runner(self, spec: KVCacheSpec, memory: RunnerMemory, limits: SchedulerLimits) -> WitnessRunner:
         return WitnessRunner(
             self._witness, spec, memory.kv, ec_data=memory.ec, rows_per_block=memory.rows_per_block
         )

@@ -156,6 +156,6 @@ def build_token_engine(
         )
 
     core = EngineCore(parts, make_intake)
-    runner = backend.runner(spec, runner_memory(arenas, config.encoder.rows_per_block))
+    runner = backend.runner(spec, runner_memory(arenas, config.encoder.rows_per_block), limits)
     loop = EngineLoop(core, scheduler, runner, inbox, outbox, environment.clock, fatal)
     return TokenEngine(core, loop, desk, arenas)

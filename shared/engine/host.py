@@ -23,7 +23,7 @@ from shared.engine.backend import Backend, load_backend
 from shared.engine.build import Environment, build_token_engine
 from shared.engine.build_encoder import build_encoder_engine
 from shared.engine.port import Core, EnginePort
-from shared.engine.store_calls import build_store_calls
+from shared.engine.store_calls import RemoteStoreCalls
 from shared.failpoints import Failpoints
 from shared.rpc.control import Announcer
 from shared.rpc.server import RpcServer
@@ -31,6 +31,7 @@ from shared.rpc.worker_stream import WorkerServicer
 from shared.telemetry.http import MetricsServer
 from shared.telemetry.logs import configure, get_logger
 from shared.telemetry.tracing import Tracer, build_tracer
+from shared.tiering.remote import KvStoreClient
 from shared.transfer.agent import TransferAgent
 from shared.transfer.arena import Arena
 from shared.transfer.factory import make_backends
@@ -135,7 +136,7 @@ Built = tuple[Core, Loop, EnginePort, Callable[[], None]]
 
 def _token_worker(host: Host) -> Built:
     config, environment = host.config, host.environment
-    calls = build_store_calls(config, host.info, host.event_loop)
+    calls = _store_calls(host)
     engine = build_token_engine(config, host.backend, environment, calls, host.fatal)
     agent = host.make_agent(engine.arenas)
     puller = Puller(
@@ -158,6 +159,15 @@ def _token_worker(host: Host) -> Built:
             arena.close()
 
     return engine.core, engine.loop, EnginePort(engine.core, host.info), close
+
+
+def _store_calls(host: Host) -> RemoteStoreCalls | None:
+    config = host.config
+    if not config.kv_store:
+        return None
+    layout = host.backend.layout(config.kv.block_size)
+    client = KvStoreClient(config.kv_store, host.backend.identity, layout, host.environment.clock)
+    return RemoteStoreCalls(client, host.agent_info, host.event_loop)
 
 
 def _encoder(host: Host) -> Built:

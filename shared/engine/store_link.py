@@ -6,8 +6,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
-from msgspec import Struct
-
 from shared.engine.desk import PullDesk
 from shared.engine.inbox import Inbox
 from shared.engine.landing import Landing
@@ -18,16 +16,7 @@ from shared.kv_cache.manager import CommittedBlock, KVCacheManager
 from shared.scheduler.sequence import Sequence
 from shared.telemetry import metrics
 from shared.transfer.handoff import PullOutcome
-from shared.types.transfer import AgentInfo, BlockRef
-
-
-class StoreHit(Struct, frozen=True):
-    """The first ``num_blocks`` of what was asked for are there: ``refs`` a group, under a lease."""
-
-    lease_id: str
-    producer: AgentInfo
-    num_blocks: int
-    refs: tuple[tuple[BlockRef, ...], ...]
+from shared.types.store import StoreHit
 
 
 class StoreLink:
@@ -48,7 +37,7 @@ class StoreLink:
 class StoreCalls(Protocol):
     """The store's RPCs as calls that answer by callback, in any thread."""
 
-    def lookup(self, wanted: tuple[HashedBlock, ...], done: Callable[[StoreHit | None], None]) -> None: ...
+    def lookup(self, wanted: tuple[HashedBlock, ...], done: Callable[[StoreHit], None]) -> None: ...
     def release(self, lease_id: str) -> None: ...
     def offer(self, blocks: tuple[CommittedBlock, ...], done: Callable[[int], None]) -> None: ...
 
@@ -120,6 +109,7 @@ class RemoteStoreLink(StoreLink):
         self._num_offered += len(blocks)
         for block in blocks:
             self._kv.pin(block.group, (block.block_id,))
+        metrics.STORE_OFFERED.inc(len(blocks))
         self._calls.offer(blocks, lambda kept: self._inbox.post(lambda: self._offered(blocks)))
 
     def _offered(self, blocks: tuple[CommittedBlock, ...]) -> None:
@@ -127,9 +117,9 @@ class RemoteStoreLink(StoreLink):
         for block in blocks:
             self._kv.unpin(block.group, (block.block_id,))
 
-    def _found(self, sequence: Sequence, first: int, hit: StoreHit | None, then: Callable[[], None]) -> None:
-        if sequence.done or hit is None or not hit.num_blocks:
-            if hit is not None:
+    def _found(self, sequence: Sequence, first: int, hit: StoreHit, then: Callable[[], None]) -> None:
+        if sequence.done or not hit.num_blocks:
+            if hit.lease_id:
                 self._calls.release(hit.lease_id)
             then()
             return
@@ -150,8 +140,8 @@ class RemoteStoreLink(StoreLink):
             lambda outcome: self._landed(sequence, first, hit, outcome, then),
         )
         self._landings[sequence.key] = landing
-        for group, refs in enumerate(hit.refs):
-            landing.pull(hit.producer, group, first, refs)
+        for run in hit.runs:
+            landing.pull(run.producer, run.group, first, run.blocks)
 
     def _landed(
         self, sequence: Sequence, first: int, hit: StoreHit, outcome: PullOutcome, then: Callable[[], None]

@@ -1,7 +1,7 @@
 """The torch model runner: a dense decoder over paged KV memory, one step after the other.
 
 Owns the order of effects inside a step and the thread that computes. Owns no policy: it does what
-a plan says. Shapes: R = sampled rows, E = hidden features, V = valid tokens.
+a plan says. Shapes: T = tokens of a step, R = sampled rows, E = hidden features, V = valid tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,9 @@ from shared.runner.base import PendingStep, Runner
 from shared.runner.input_batch import InputBatch, StepInputs
 from shared.runner.kv_tensors import embedding_tensor, extent_of, kv_tensor
 from shared.sampling.device import sample_batch
-from shared.step import BlockSeal, StepPlan, StepResult
+from shared.step import BlockSeal, RowStep, StepPlan, StepResult
 from shared.types.kv import KVCacheSpec
+from shared.types.request import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,15 @@ class _Launched(PendingStep):
         return self._future.result()
 
 
+class _Sampled(NamedTuple):
+    """The sampled part of a StepResult."""
+
+    rows: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    failed_rows: tuple[int, ...] = ()
+
+
 class _Steps:
     """What the runner's thread works on. All methods but the constructor run in that thread."""
 
@@ -108,9 +119,7 @@ class _Steps:
         if max_model_len > config.max_position:
             raise ConfigError(f"max_model_len {max_model_len} exceeds the model's {config.max_position}")
         if embeddings is not None and embeddings.row_bytes != config.embedding_bytes:
-            raise ConfigError(
-                f"embedding rows have {embeddings.row_bytes} bytes, not {config.embedding_bytes}"
-            )
+            raise ConfigError(f"embedding rows of {embeddings.row_bytes} bytes are not this model's")
         self._spec = spec
         self._batch = InputBatch(
             len(spec.groups),
@@ -123,8 +132,10 @@ class _Steps:
         self._kv = [
             kv_tensor(data, group, spec.block_size) for data, group in zip(kv_data, spec.groups, strict=True)
         ]
-        self._embeddings = embeddings and embedding_tensor(
-            embeddings.data, embeddings.rows_per_block, embeddings.row_bytes
+        self._embeddings = (
+            None
+            if embeddings is None
+            else embedding_tensor(embeddings.data, embeddings.rows_per_block, embeddings.row_bytes)
         )
         groups = [
             PagedKV(data, tables, group.window)
@@ -145,24 +156,26 @@ class _Steps:
             self._batch.add(new)
         for copy in plan.copies:
             self._kv[copy.group][copy.dst].copy_(self._kv[copy.group][copy.src])
-        if not plan.rows:
-            return StepResult(plan.step_id, checksums=self._seal(plan.seals))
-        inputs = self._batch.prepare(plan.rows)
-        hidden = self._compute(inputs)
-        return self._sample(plan, inputs, hidden)
+        sampled = self._compute(plan.rows) if plan.rows else _Sampled()
+        return StepResult(
+            plan.step_id,
+            sampled.rows,
+            sampled.token_ids,
+            sampled.logprobs,
+            self._seal(plan.seals),
+            sampled.failed_rows,
+        )
 
-    def _compute(self, inputs: StepInputs) -> torch.Tensor:
+    def _compute(self, steps: Sequence[RowStep]) -> _Sampled:
+        inputs = self._batch.prepare(steps)
         x_TE = self._decoder.embed(inputs.token_ids_T)
         if self._embeddings is not None and len(inputs.media_tokens_A):
             x_TE[inputs.media_tokens_A] = self._embeddings[inputs.media_rows_A]
         self._decoder.forward(x_TE, inputs.rows_T, inputs.positions_T, inputs.starts)
-        return x_TE
+        return self._sample(inputs, x_TE) if inputs.sample_rows else _Sampled()
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden_TE: torch.Tensor) -> StepResult:
-        checksums = self._seal(plan.seals)
+    def _sample(self, inputs: StepInputs, hidden_TE: torch.Tensor) -> _Sampled:
         rows = inputs.sample_rows
-        if not rows:
-            return StepResult(plan.step_id, checksums=checksums)
         # Choices of one request share the logits of their prompt's last position.
         tokens = sorted(set(inputs.sampled_from))
         logits_RV = self._decoder.logits(hidden_TE[tokens])
@@ -173,13 +186,11 @@ class _Steps:
         good = [i for i in range(len(rows)) if i not in samples.failed]
         for i in good:
             self._batch.append(rows[i], samples.token_ids[i])
-        return StepResult(
-            plan.step_id,
-            rows=tuple(rows[i] for i in good),
-            token_ids=tuple(samples.token_ids[i] for i in good),
-            logprobs=tuple(samples.logprobs[i] for i in good),
-            checksums=checksums,
-            failed_rows=tuple(rows[i] for i in samples.failed),
+        return _Sampled(
+            tuple(rows[i] for i in good),
+            tuple(samples.token_ids[i] for i in good),
+            tuple(samples.logprobs[i] for i in good),
+            tuple(rows[i] for i in samples.failed),
         )
 
     def _seal(self, seals: Sequence[BlockSeal]) -> tuple[tuple[int, ...], ...]:

@@ -71,6 +71,11 @@ class TransferBackend(ABC):
     def notifications(self) -> list[bytes]:
         """Messages received since the last call, in order of arrival; never blocks."""
 
+    def filenos(self) -> Sequence[int]:
+        """Descriptors that turn readable when ``poll`` or ``notifications`` may have news; they let
+        the caller sleep. Empty: it must poll."""
+        return ()
+
     @abstractmethod
     def disconnect(self, peer: Any) -> None:
         """Tear the connection down: afterwards no read of this peer can land any more."""

@@ -97,9 +97,11 @@ class Renew(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """Stop a request wherever it is and give everything back; unknown ids are ignored."""
+    """Stop a request wherever it is and give everything back; unknown ids are ignored.
+    ``choices`` narrows it to these choices (none named: all)."""
 
     request_id: str
+    choices: tuple[int, ...] = ()
 
 
 class Drain(Struct, frozen=True, tag=True):

@@ -1,0 +1,179 @@
+"""A running deployment: processes started, watched and known to be ready, and everything ended at exit.
+
+Owns the order of a start (lock, leftovers, ports, plan, processes, readiness) and of an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+
+from services.cli import procfs
+from services.cli.metrics_view import Samples, scrape
+from services.cli.state import Deployed, StateDir
+from services.cli.supervisor import StopTimes, Supervisor, end_leftovers
+from services.cli.topology import HOST, LaunchOptions, ProcessSpec, Topology, plan
+from shared.clock import Clock, MonotonicClock, SystemEntropy
+from shared.config.services import RouterConfig
+from shared.errors import ConfigError, InternalError
+
+POLL_S = 0.1
+Progress = Callable[[str], None]
+
+
+class NotReady(InternalError):
+    """The processes run but did not become ready in time."""
+
+    code = "not_ready"
+
+
+class Interrupted(InternalError):
+    """Asked to stop while starting."""
+
+    code = "interrupted"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a caller needs of it: addresses, specifications, the supervisor."""
+
+    http_url: str
+    grpc_address: str
+    model: str
+    specs: tuple[ProcessSpec, ...]
+    supervisor: Supervisor
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name, of those that run now."""
+        return {row.name: row.pid for row in self.supervisor.rows() if row.pid}
+
+
+@contextlib.contextmanager
+def deployed(
+    state: StateDir,
+    topology: Topology,
+    options: LaunchOptions,
+    *,
+    restart: bool = True,
+    ready_timeout_s: float = 120.0,
+    stop_times: StopTimes | None = None,
+    progress: Progress = lambda text: None,
+    stopping: threading.Event | None = None,
+) -> Iterator[Deployment]:
+    """Start everything, yield when every process is ready, stop everything at exit.
+
+    Raises AlreadyUp, ConfigError (ports, overrides), StartFailed, NotReady, and Interrupted when
+    ``stopping`` is set meanwhile.
+    """
+    with state.locked():
+        if left := end_leftovers(state):
+            progress(f"ended what an earlier launcher left behind: {', '.join(left)}")
+        _refuse_taken_ports(options)
+        specs = plan(topology, options, procfs.internal_ports(HOST, SystemEntropy()))
+        supervisor = Supervisor(specs, state, restart=restart)
+        deployment = _describe(specs, supervisor)
+        try:
+            state.write_deployed(_record(deployment, ready=False))
+            supervisor.start()
+            _wait_ready(deployment, topology, ready_timeout_s, progress, stopping or threading.Event())
+            supervisor.guard()
+            state.write_deployed(_record(deployment, ready=True))
+            yield deployment
+        finally:
+            supervisor.stop(stop_times, progress)
+
+
+def _refuse_taken_ports(options: LaunchOptions) -> None:
+    ports = options.ports
+    wanted = {"--http-port": ports.http, "--grpc-port": ports.grpc, "--metrics-port": ports.metrics}
+    taken = [f"{flag} {port}" for flag, port in wanted.items() if not procfs.is_port_free(HOST, port)]
+    if taken:
+        raise ConfigError(f"in use by another program: {', '.join(taken)}; choose other ports")
+
+
+def _describe(specs: tuple[ProcessSpec, ...], supervisor: Supervisor) -> Deployment:
+    router = specs[0].config
+    if not isinstance(router, RouterConfig):
+        raise TypeError("the router comes first in a plan")
+    model = router.model.name or os.path.basename(router.model.path.rstrip("/"))
+    return Deployment(f"http://{HOST}:{router.http.port}", specs[0].grpc_address, model, specs, supervisor)
+
+
+def _record(deployment: Deployment, ready: bool) -> Deployed:
+    return Deployed(
+        launcher_pid=os.getpid(),
+        model=deployment.model,
+        http=deployment.http_url,
+        grpc=deployment.grpc_address,
+        metrics={spec.name: spec.metrics_address for spec in deployment.specs},
+        ready=ready,
+    )
+
+
+def _wait_ready(
+    deployment: Deployment,
+    topology: Topology,
+    timeout_s: float,
+    progress: Progress,
+    stopping: threading.Event,
+    clock: Clock | None = None,
+) -> None:
+    """Until the gateway says 200 and the router counts every worker."""
+    clock = clock or MonotonicClock()
+    started = clock.now()
+    said = ""
+    with httpx.Client(timeout=2.0, trust_env=False) as client:
+        while True:
+            if deployment.supervisor.failure is not None:
+                raise deployment.supervisor.failure
+            waiting = _missing(client, deployment, topology)
+            if not waiting:
+                return
+            elapsed = clock.now() - started
+            if elapsed > timeout_s:
+                raise NotReady(
+                    f"not ready after {timeout_s:.0f} s; waiting for {', '.join(waiting)} (triptych logs)"
+                )
+            said = _say(progress, f"waiting for {', '.join(waiting)}", said)
+            if stopping.wait(POLL_S):
+                raise Interrupted("stopped while starting")
+
+
+def _say(progress: Progress, text: str, before: str) -> str:
+    if text != before:
+        progress(text)
+    return text
+
+
+def _missing(client: httpx.Client, deployment: Deployment, topology: Topology) -> list[str]:
+    """What is not ready yet, in words; empty when everything is."""
+    samples = scrape(client, deployment.specs[0].metrics_address)
+    if samples is None:
+        return ["router"]
+    missing = _unannounced(samples, topology)
+    stores = [spec for spec in deployment.specs if spec.kind == "kv_store"]
+    missing += [
+        spec.name for spec in stores if not _answers(client, f"http://{spec.metrics_address}/healthz")
+    ]
+    if not missing and not _answers(client, f"{deployment.http_url}/health"):
+        missing.append("gateway")
+    return missing
+
+
+def _unannounced(samples: Samples, topology: Topology) -> list[str]:
+    """Kinds to which the router has fewer streams than workers were started."""
+    wanted = {"encoder": topology.encoders, "prefill": topology.prefills, "decode": topology.decodes}
+    counts = {kind: int(samples.value("triptych_workers", kind=kind)) for kind in wanted}
+    return [f"{kind} ({counts[kind]}/{number})" for kind, number in wanted.items() if counts[kind] < number]
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,42 @@
+"""`triptych down`: stop the launcher of a state directory, or what a killed launcher left behind."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import threading
+
+from services.cli.launch import add_state_option, state_of
+from services.cli.state import StateDir
+from services.cli.supervisor import end_leftovers
+from shared.clock import Clock, MonotonicClock
+from shared.errors import InternalError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_state_option(parser)
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="default 30")
+
+
+def run(args: argparse.Namespace) -> int:
+    state = state_of(args)
+    record = state.deployed()
+    if state.is_held() and record is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.launcher_pid, signal.SIGTERM)
+        _wait_until_free(state, args.timeout, MonotonicClock())
+        print("stopped")
+        return 0
+    left = end_leftovers(state)
+    print(f"the launcher was gone; ended {', '.join(left)}" if left else "nothing is up")
+    return 0
+
+
+def _wait_until_free(state: StateDir, timeout_s: float, clock: Clock) -> None:
+    deadline, pause = clock.now() + timeout_s, threading.Event()
+    while state.is_held():
+        if clock.now() > deadline:
+            raise InternalError(f"the launcher did not stop within {timeout_s:.0f} s; its logs: {state.logs}")
+        pause.wait(0.05)

@@ -1,0 +1,140 @@
+"""`triptych up`: start every process, then show a live table until told to stop; or `--detach`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import threading
+
+from rich.console import Console
+from rich.live import Live
+
+from services.cli.deployment import Deployment, Interrupted, Progress, deployed
+from services.cli.launch import ProgressLine, add_launch_options, launch_options, state_of, stop_on_signals
+from services.cli.state import AlreadyUp, StateDir
+from services.cli.supervisor import tail
+from services.cli.table import TableView
+from shared.errors import InternalError
+
+REFRESH_S = 1.0
+LAUNCHER = "launcher"
+
+
+class DetachFailed(InternalError):
+    """The detached launcher ended before everything was ready."""
+
+    code = "detach_failed"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_launch_options(parser)
+    parser.add_argument(
+        "--detach", action="store_true", help="return when everything is ready, and keep serving"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    state = state_of(args)
+    line = ProgressLine(console)
+    with stop_on_signals() as stopping:
+        try:
+            if args.detach:
+                _detach(args, state, line, stopping)
+                line.pause()
+                _announce(console, state)
+            else:
+                _stay(args, state, line, console, stopping)
+        except Interrupted:
+            return 130
+        finally:
+            line.pause()
+    return 0
+
+
+def _stay(
+    args: argparse.Namespace, state: StateDir, line: ProgressLine, console: Console, stopping: threading.Event
+) -> None:
+    topology, options = launch_options(args, state, line)
+    with deployed(
+        state,
+        topology,
+        options,
+        restart=not args.no_restart,
+        ready_timeout_s=args.ready_timeout,
+        progress=line,
+        stopping=stopping,
+    ) as deployment:
+        line.pause()
+        show_table(deployment, console, stopping)
+
+
+def show_table(deployment: Deployment, console: Console, stopping: threading.Event) -> None:
+    """Redraw until ``stopping``; without a terminal, print once and wait."""
+    view = TableView({spec.name: spec.metrics_address for spec in deployment.specs})
+    addresses = f"OpenAI {deployment.http_url}/v1   gRPC {deployment.grpc_address}"
+    title = f"{deployment.model}   {addresses}   Ctrl-C stops"
+    try:
+        if not console.is_terminal:
+            console.print(view.render(title, deployment.supervisor.rows()))
+            stopping.wait()
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            while not stopping.is_set():
+                live.update(view.render(title, deployment.supervisor.rows()), refresh=True)
+                stopping.wait(REFRESH_S)
+    finally:
+        view.close()
+
+
+def _detach(args: argparse.Namespace, state: StateDir, progress: Progress, stopping: threading.Event) -> None:
+    """Start `triptych serve` with the same options in a session of its own; return when it is ready."""
+    if state.is_held():
+        raise AlreadyUp(f"already up (state in {state.root}); stop it with: triptych down")
+    launch_options(args, state, progress)  # a missing model is built here, where its progress can be seen
+    log = state.log_file(LAUNCHER)
+    with log.open("wb") as file:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "serve", *_serve_arguments(args)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    said = ""
+    while launcher.poll() is None:
+        record = state.deployed()
+        if record is not None and record.ready and record.launcher_pid == launcher.pid:
+            return
+        last = (tail(log, 1) or [""])[0]
+        if last and last != said and not last[0].isspace():
+            progress(said := last)
+        if stopping.wait(0.1):
+            launcher.terminate()
+            launcher.wait()
+            raise Interrupted("stopped while starting")
+    raise DetachFailed("could not start:\n" + "\n".join(tail(log, 40)))
+
+
+def _serve_arguments(args: argparse.Namespace) -> list[str]:
+    """The command line of `serve` that means the same as these arguments."""
+    words = [
+        *("--model", args.model, "--runner", args.runner, "--topology", args.topology),
+        *("--http-port", str(args.http_port), "--grpc-port", str(args.grpc_port)),
+        *("--metrics-port", str(args.metrics_port), "--otlp-endpoint", args.otlp_endpoint),
+        *("--ready-timeout", str(args.ready_timeout), "--state-dir", args.state_dir),
+    ]
+    for override in args.set:
+        words += ["--set", override]
+    return [*words, "--no-restart"] if args.no_restart else words
+
+
+def _announce(console: Console, state: StateDir) -> None:
+    record = state.deployed()
+    if record is not None:
+        console.print(f"{record.model} is up.  OpenAI {record.http}/v1   gRPC {record.grpc}", highlight=False)
+        console.print(
+            "stop: make down   logs: make logs   table: triptych status   talk: triptych chat",
+            highlight=False,
+        )

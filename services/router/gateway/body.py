@@ -1,0 +1,53 @@
+"""Reads request bodies: owns media type, size and time limits on the way in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import HTTPException, Request
+
+from services.router.gateway.limits import GatewayLimits
+from shared.api.strict_json import parse_object
+from shared.errors import RequestTooLarge, UnsupportedMedia
+
+
+async def read_json(request: Request, limits: GatewayLimits) -> dict[str, Any]:
+    """The JSON object of a request. Raises UnsupportedMedia, RequestTooLarge, InvalidRequest, or
+    HTTPException 408 when the client sends it too slowly."""
+    _check_media_type(request)
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            body = await _read(request, limits.max_body)
+    except TimeoutError:
+        raise HTTPException(408, "the body came too slowly") from None
+    return parse_object(body)
+
+
+def _check_media_type(request: Request) -> None:
+    media_type, _, parameters = request.headers.get("content-type", "").partition(";")
+    if media_type.strip().lower() != "application/json":
+        raise UnsupportedMedia("the content type must be application/json")
+    charset = parameters.strip().lower().replace('"', "").replace(" ", "")
+    if charset not in ("", "charset=utf-8"):
+        raise UnsupportedMedia("the body must be UTF-8")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMedia("encoded bodies are not supported")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """All of the body, counted while it comes."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    size, chunks = 0, []
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body may have at most {max_bytes} bytes")

@@ -1,0 +1,68 @@
+"""What one request leaves in metrics and traces. Owns no decision."""
+
+from __future__ import annotations
+
+from shared.clock import Clock
+from shared.errors import Cancelled, InvalidRequest, Overloaded, RateLimited, TriptychError
+from shared.telemetry import metrics
+from shared.telemetry.tracing import Span
+
+
+class RequestProbe:
+    """``received`` in clock seconds: when the request came in, before admission."""
+
+    def __init__(self, clock: Clock, span: Span, received: float, num_choices: int) -> None:
+        self._clock = clock
+        self._span = span
+        self._received = received
+        self._last = [0.0] * num_choices
+        self._ended = False
+
+    @property
+    def traceparent(self) -> str:
+        """The request's span, as parent of the workers' spans."""
+        return self._span.traceparent
+
+    def admitted(self, request_id: str, num_prompt_tokens: int) -> None:
+        metrics.PROMPT_TOKENS.inc(num_prompt_tokens)
+        self._span.set("request_id", request_id)
+        self._span.set("prompt_tokens", num_prompt_tokens)
+
+    def tokens(self, choice: int) -> None:
+        """New tokens of a choice are on their way to the client."""
+        now = self._clock.now()
+        last = self._last[choice]
+        if last:
+            metrics.ITL.observe(now - last)
+        elif not any(self._last):
+            metrics.TTFT.observe(now - self._received)
+            self._span.set("ttft_ms", (now - self._received) * 1e3)
+        self._last[choice] = now
+
+    def migrated(self, phase: str) -> None:
+        """The request goes on elsewhere since a worker of this kind failed it."""
+        metrics.MIGRATIONS.labels(phase).inc()
+
+    def ended(self, error: TriptychError | None, num_tokens: int) -> None:
+        """The request is over; ``error`` None = served. Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics.COMPLETION_TOKENS.inc(num_tokens)
+        self._span.set("completion_tokens", num_tokens)
+        if error is None:
+            metrics.E2E.observe(self._clock.now() - self._received)
+        else:
+            self._span.fail(error.code)
+        metrics.REQUESTS.labels(_outcome(error)).inc()
+        self._span.end()
+
+
+def _outcome(error: TriptychError | None) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, Cancelled):
+        return "aborted"
+    if isinstance(error, (Overloaded, RateLimited)):
+        return "rejected"
+    return "invalid" if isinstance(error, InvalidRequest) or error.http_status < 500 else "failed"

@@ -1,0 +1,204 @@
+"""The configuration of each component, as frozen dataclasses; a service composes those it needs.
+
+Owns names, defaults and bounds. A component is given its own section, never a service's whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared.config.convert import ranged
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is served. ``path`` is a directory; ``name`` empty = the directory's name.
+
+    ``runner`` auto = witness for a model directory of that type, else torch.
+    """
+
+    path: str
+    name: str = ""
+    runner: Literal["auto", "torch", "witness"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    cache_dir: str = ""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step and of what may run at a time. ``max_model_len`` 0 = the model's own."""
+
+    max_num_batched_tokens: int = ranged(128, 1, 1 << 20)
+    max_num_seqs: int = ranged(64, 1, 4096)
+    max_model_len: int = ranged(2048, 0, 1 << 20)
+    max_waiting: int = ranged(1024, 1, 1 << 20)
+
+
+@dataclass(frozen=True)
+class KVConfig:
+    """The KV cache. ``num_blocks`` 0 = as many as ``memory_mb`` holds."""
+
+    block_size: int = ranged(16, 1, 1024)
+    num_blocks: int = ranged(0, 0, 1 << 31)
+    memory_mb: int = ranged(256, 1, 1 << 20)
+    prefix_caching: bool = True
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Media and embeddings. The ``ec`` arena holds ``memory_mb`` of embedding rows."""
+
+    memory_mb: int = ranged(64, 1, 1 << 20)
+    rows_per_block: int = ranged(16, 1, 4096)
+    max_batch_items: int = ranged(8, 1, 1024)
+    max_media_bytes: int = ranged(16 << 20, 1, 256 << 20)
+    max_held_media_bytes: int = ranged(128 << 20, 1, 1 << 40)
+    max_pixels: int = ranged(16_000_000, 1, 1 << 30)
+    decode_timeout_s: float = ranged(10.0, 0.1, 600)
+    num_decoders: int = ranged(1, 1, 64)
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """How bytes move between workers: backends in order of preference, leases and deadlines."""
+
+    order: tuple[str, ...] = ("shm", "tcp")
+    lease_s: float = ranged(30.0, 0.1, 3600)
+    deadline_s: float = ranged(5.0, 0.01, 600)
+    tcp_host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where a service listens for gRPC, and for metrics. Port 0 = any free one."""
+
+    host: str = "127.0.0.1"
+    port: int = ranged(0, 0, 65535)
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = ranged(0, 0, 65535)
+    max_message_bytes: int = ranged(4 << 20, 64 << 10, 256 << 20)
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    """Where the gateway listens, and how large a body it reads."""
+
+    host: str = "127.0.0.1"
+    port: int = ranged(8000, 0, 65535)
+    max_body_bytes: int = ranged(32 << 20, 1024, 256 << 20)
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    """Where routers find workers besides their own announcements."""
+
+    kind: Literal["memory", "redis"] = "memory"
+    redis_url: str = ""
+    prefix: str = "triptych"
+    heartbeat_s: float = ranged(1.0, 0.05, 60)
+    ttl_s: float = ranged(5.0, 0.1, 600)
+
+    def __post_init__(self) -> None:
+        if self.kind == "redis" and not self.redis_url:
+            raise ValueError("kind redis needs redis_url")
+        if self.ttl_s <= self.heartbeat_s:
+            raise ValueError("ttl_s must be longer than heartbeat_s")
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What one request and all requests together may take."""
+
+    max_running: int = ranged(256, 1, 1 << 20)
+    max_queued: int = ranged(1024, 0, 1 << 20)
+    max_media_items: int = ranged(8, 0, 1024)
+    max_media_bytes: int = ranged(16 << 20, 1, 256 << 20)
+    max_pixels: int = ranged(16_000_000, 1, 1 << 30)
+    default_deadline_s: float = ranged(600.0, 0.1, 86400)
+    no_worker_wait_s: float = ranged(30.0, 0, 3600)
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """How workers are watched and requests recovered. ``recovery`` off = a lost worker ends them."""
+
+    recovery: bool = True
+    recovery_limit: int = ranged(8, 0, 1000)
+    crash_limit: int = ranged(3, 1, 1000)
+    suspect_s: float = ranged(2.0, 0.05, 600)
+    lost_s: float = ranged(3.0, 0.05, 600)
+
+    def __post_init__(self) -> None:
+        if self.lost_s < self.suspect_s:
+            raise ValueError("lost_s must not be shorter than suspect_s")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """Logs and traces. ``otlp_endpoint`` empty = no tracing."""
+
+    otlp_endpoint: str = ""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """The process itself. ``failpoints`` arms faults for tests (see ``shared.failpoints``)."""
+
+    num_threads: int = ranged(1, 1, 1024)
+    drain_s: float = ranged(10.0, 0, 3600)
+    batch_invariant: bool = False
+    failpoints: str = ""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The router with its gateway."""
+
+    model: ModelConfig
+    router_id: str = "router-0"
+    http: HttpConfig = field(default_factory=HttpConfig)
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=8001, metrics_port=8002))
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """An encoder, prefill or decode worker.
+
+    ``routers`` are the gRPC addresses to announce itself to; ``kv_store`` is one, empty = none.
+    """
+
+    model: ModelConfig
+    worker_id: str
+    kind: Literal["encoder", "prefill", "decode"]
+    routers: tuple[str, ...] = ()
+    kv_store: str = ""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The KV store. ``model`` says whose KV it keeps."""
+
+    model: ModelConfig
+    worker_id: str = "kv-store-0"
+    routers: tuple[str, ...] = ()
+    kv: KVConfig = field(default_factory=KVConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -1,0 +1,1 @@
+"""Layers around the kernels: rotary angles, token embedding and output matrix."""

@@ -1,0 +1,1 @@
+"""Model definitions: configuration, checkpoint reading and the dense decoder."""

@@ -1,0 +1,1 @@
+"""Who is alive: owns workers' announcements, incarnations and epochs."""

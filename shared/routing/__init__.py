@@ -1,0 +1,1 @@
+"""Which workers are there, which serve a request, and how many requests are let in."""

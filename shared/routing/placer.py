@@ -1,0 +1,45 @@
+"""Places requests: the pure policy, fed with what the router remembers about caches.
+
+Owns that memory. It sends nothing and holds no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.routing.affinity import MediaIndex, PrefixIndex
+from shared.routing.policy import Demand, MediaDemand, Placement, PolicyOptions, WorkerView, place
+from shared.types.request import GenerationRequest
+
+
+class Placer:
+    """Picks the workers of one attempt at a time and remembers what they will then hold."""
+
+    def __init__(self, options: PolicyOptions | None = None) -> None:
+        self._options = options or PolicyOptions()
+        self._prefixes = PrefixIndex()
+        self._encoded = MediaIndex()
+
+    def place(
+        self, workers: Sequence[WorkerView], request: GenerationRequest, avoid: frozenset[str] = frozenset()
+    ) -> Placement | None:
+        """The workers for ``request``, or None when these cannot serve it now. ``avoid``: keys of
+        workers that are taken only when nothing else is left."""
+        if not workers:
+            return None
+        chain = self._prefixes.chain(request.token_ids, request.media, request.cache_salt)
+        sizes = {item.mm_hash: item.num_tokens for item in request.media}
+        demand = Demand(
+            request.model,
+            len(request.token_ids),
+            tuple(MediaDemand(h, size, self._encoded.holder(h)) for h, size in sizes.items()),
+            self._prefixes.match(chain),
+            avoid,
+        )
+        placement = place(workers, demand, self._options)
+        if placement is not None:
+            self._prefixes.record(chain, placement.prefill or placement.decode)
+            for key, hashes in placement.encoders:
+                for mm_hash in hashes:
+                    self._encoded.record(mm_hash, key)
+        return placement

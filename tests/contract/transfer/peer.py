@@ -1,0 +1,108 @@
+"""A peer process for the transfer tests: an arena, an agent and a puller, driven by lines on stdin.
+
+Run by argv: ``peer.py BACKEND INCARNATION EPOCH``. Each line is a command; each answer is one JSON line.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
+
+import msgspec
+import numpy as np
+
+from shared.clock import MonotonicClock
+from shared.kernels.checksum import head_checksums
+from shared.transfer.agent import TransferAgent
+from shared.transfer.arena import Arena
+from shared.transfer.base import TransferBackend
+from shared.transfer.puller import Puller
+
+HEADS = 2
+NUM_BLOCKS = (16, 8)
+EXTENT_BYTES = (4096, 12288)
+
+
+def content(group: int, seed: int) -> bytes:
+    """What block content ``seed`` of a group is; any two seeds differ nearly everywhere."""
+    return np.random.default_rng(seed).bytes(EXTENT_BYTES[group])
+
+
+def make_backend(name: str, agent_name: str) -> TransferBackend:
+    """A backend by its name."""
+    if name == "shm":
+        from shared.transfer.shm import ShmBackend
+
+        return ShmBackend()
+    if name == "tcp":
+        from shared.transfer.tcp import TcpBackend
+
+        return TcpBackend()
+    from shared.transfer.nixl import NixlBackend
+
+    return NixlBackend(agent_name)
+
+
+class PeerState:
+    """The process's one arena and what its commands do to it."""
+
+    def __init__(self, backend: str, incarnation: str, epoch: int) -> None:
+        self.arena = Arena.create("kv", NUM_BLOCKS, EXTENT_BYTES, incarnation, epoch)
+        self.heard: list[str] = []
+        self.agent = TransferAgent(
+            "peer", incarnation, [make_backend(backend, f"peer@{incarnation}")], {"kv": self.arena}, [backend]
+        )
+        self.puller = Puller(
+            self.agent,
+            deliver=lambda outcome: None,
+            settled=lambda pull_id: None,
+            notified=lambda payload: self.heard.append(payload.decode()),
+            clock=MonotonicClock(),
+        )
+        self.puller.expect(True)
+
+    def info(self) -> str:
+        return base64.b64encode(msgspec.msgpack.encode(self.agent.info())).decode()
+
+    def commit(self, group: int, block: int, seed: int) -> list[object]:
+        """Reuse a block, as an engine does: generation first, then the bytes, then the checksums."""
+        generations = self.arena.generations(group)
+        generations[block] += 1
+        extent = self.arena.block(group, block)
+        extent[:] = content(group, seed)
+        return [int(generations[block]), list(head_checksums(extent, HEADS))]
+
+    def bump(self, group: int, block: int) -> None:
+        self.arena.generations(group)[block] += 1
+
+    def flip(self, group: int, block: int, bit: int) -> None:
+        """Damage a block behind its checksum's back."""
+        self.arena.block(group, block)[bit // 8] ^= 1 << bit % 8
+
+    def epoch(self, epoch: int) -> None:
+        self.agent.set_epoch(epoch)
+
+    def notes(self) -> list[str]:
+        return self.heard
+
+
+def main() -> None:
+    """Answer commands until stdin ends."""
+    state = PeerState(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    print(json.dumps(state.info()), flush=True)
+    for line in sys.stdin:
+        name, *args = line.split()
+        print(json.dumps(getattr(state, name)(*map(int, args))), flush=True)
+    state.puller.close()
+    state.agent.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The table shows processes as the kernel and their metrics see them."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from rich.console import Console
+
+from services.cli import procfs
+from services.cli.metrics_view import Samples, scrape
+from services.cli.state import ProcessRecord
+from services.cli.supervisor import Row
+from services.cli.table import TableView, duration, load, rows_from_records
+from shared.clock import ManualClock
+from shared.telemetry.http import MetricsServer
+
+PAGE = """\
+# TYPE triptych_kv_blocks gauge
+triptych_kv_blocks{state="free"} 90
+triptych_kv_blocks{state="used"} 10
+# TYPE triptych_running gauge
+triptych_running 3
+# TYPE triptych_requests_running gauge
+triptych_requests_running 4
+"""
+
+
+def text_of(view: TableView, *rows: Row) -> str:
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(view.render("title", rows))
+    return console.export_text()
+
+
+def test_load_of_a_worker_and_of_the_router() -> None:
+    samples = Samples(PAGE)
+    assert load(samples, "decode") == ["3", "0", "10.0 %"]
+    assert load(samples, "router") == ["4", "0", "-"]
+    assert load(None, "decode") == ["-", "-", "-"]
+
+
+def test_a_row_shows_a_live_process_and_its_own_metrics() -> None:
+    registry = CollectorRegistry()
+    Gauge("triptych_running", "r", registry=registry).set(5)
+    server = MetricsServer(registry=registry)
+    port = server.start()
+    view = TableView({"decode-0": f"127.0.0.1:{port}"}, ManualClock())
+    try:
+        text = text_of(view, Row("decode-0", "decode", "running", os.getpid(), 1, 61, None))
+    finally:
+        view.close()
+        server.close()
+    assert str(os.getpid()) in text and "1:01 min" in text and " 5 " in text and " MB" in text
+
+
+def test_a_dead_process_is_shown_with_its_exit_code() -> None:
+    view = TableView({})
+    assert "exited (-9)" in text_of(view, Row("decode-0", "decode", "exited", 0, 0, 0.0, -9))
+    view.close()
+
+
+def test_cpu_is_a_rate_between_two_looks() -> None:
+    clock = ManualClock()
+    view = TableView({}, clock)
+    row = Row("decode-0", "decode", "running", os.getpid(), 0, 1, None)
+    text_of(view, row)
+    clock.advance(1000)
+    assert "0 %" in text_of(view, row)
+    view.close()
+
+
+def test_rows_from_pid_files_know_the_dead() -> None:
+    started = procfs.start_ticks(os.getpid()) or 0
+    rows = rows_from_records(
+        [ProcessRecord("a", "decode", os.getpid(), started), ProcessRecord("b", "decode", 1, 5)]
+    )
+    assert [(row.state, row.pid) for row in rows] == [("running", os.getpid()), ("exited", 0)]
+
+
+def test_a_silent_address_has_no_samples(free_port: int) -> None:
+    with httpx.Client(timeout=1) as client:
+        assert scrape(client, f"127.0.0.1:{free_port}") is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.9, "59 s"), (187, "3:07 min"), (7500, "2:05 h")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

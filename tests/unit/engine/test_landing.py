@@ -1,0 +1,127 @@
+"""Destination blocks belong to their transfer until it is settled, whatever happens to the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.engine.desk import PullDesk
+from shared.engine.inbox import Inbox
+from shared.engine.landing import Landing
+from shared.kv_cache.block_hash import BlockHasher
+from shared.kv_cache.manager import KVCacheManager
+from shared.transfer.handoff import Pull, PullOutcome
+from shared.types.identity import IdentityKey
+from shared.types.kv import KVCacheSpec, KVGroupSpec
+from shared.types.transfer import AgentInfo, BlockRef
+
+PRODUCER = AgentInfo("prefill-0", "i", 1, (), ())
+REFS = tuple(BlockRef(100 + i, 1, (i, i)) for i in range(3))
+
+
+class RecordingPuller:
+    """Remembers what it was asked; the test answers."""
+
+    def __init__(self) -> None:
+        self.pulls: list[Pull] = []
+        self.cancelled: list[str] = []
+
+    def submit(self, pull: Pull) -> None:
+        self.pulls.append(pull)
+
+    def cancel(self, pull_id: str) -> None:
+        self.cancelled.append(pull_id)
+
+    def notify(self, producer: AgentInfo, payload: bytes) -> None:
+        raise AssertionError("not expected here")
+
+
+class Bench:
+    """Two groups of different geometry over one desk."""
+
+    def __init__(self, num_blocks: int = 8) -> None:
+        spec = KVCacheSpec(4, (KVGroupSpec(1, 2, 1, "uint64"), KVGroupSpec(3, 1, 2, "uint64")))
+        hasher = BlockHasher(IdentityKey("m", "r", "t", "uint64"), 4)
+        self.kv = KVCacheManager(spec, [num_blocks, num_blocks], hasher)
+        self.inbox = Inbox()
+        self.desk = PullDesk(self.inbox)
+        self.puller = RecordingPuller()
+        self.desk.bind(self.puller)
+        self.outcomes: list[PullOutcome] = []
+        self.kv.open("a", list(range(12)), (), "", "", 12)
+        self.kv.reserve("a", 12, writable_from=0)
+        self.landing = Landing("a", 0, self.kv, self.desk, 1.0, self.outcomes.append)
+
+    def answer(self, index: int, ok: tuple[bool, ...], terminal: bool = True) -> Callable[[], None]:
+        pull = self.puller.pulls[index]
+        reason = "" if all(ok) else "timeout"
+        self.desk.deliver(PullOutcome(pull.pull_id, ok, reason, terminal, 10, 0.1, "shm"))
+        self.inbox.run()
+
+        def settle() -> None:
+            self.desk.settle(pull.pull_id)
+            self.inbox.run()
+
+        return settle
+
+    def quarantined(self) -> tuple[int, int]:
+        return self.kv.num_quarantined(0), self.kv.num_quarantined(1)
+
+
+def test_a_block_counts_only_when_every_group_has_it() -> None:
+    bench = Bench()
+    bench.landing.pull(PRODUCER, 0, 0, REFS)
+    bench.answer(0, (True, True, True))
+    assert bench.landing.num_valid(3) == 0
+    bench.landing.pull(PRODUCER, 1, 0, REFS[:2])
+    bench.answer(1, (True, True))
+    assert bench.landing.num_valid(3) == 2
+    sums = bench.landing.checksums(2)
+    assert len(sums) == 4 and set(sums.values()) == {(0, 0), (1, 1)}
+
+
+def test_blocks_of_a_timed_out_pull_are_replaced_and_kept_from_everybody_until_settled() -> None:
+    bench = Bench()
+    before = bench.kv.table("a")[0]
+    bench.landing.pull(PRODUCER, 0, 0, REFS)
+    settle = bench.answer(0, (True, False, False), terminal=False)
+    after = bench.kv.table("a")[0]
+    assert after[0] == before[0] and set(after[1:]).isdisjoint(before[1:])
+    assert bench.quarantined() == (2, 0)
+    bench.kv.check_integrity()
+    settle()
+    assert bench.quarantined() == (0, 0)
+    assert bench.landing.num_valid(3) == 0
+    bench.landing.close()
+    assert bench.kv.num_used() == 0
+
+
+def test_closing_with_a_pull_in_flight_quarantines_its_blocks_until_it_is_over() -> None:
+    bench = Bench()
+    bench.landing.pull(PRODUCER, 1, 1, REFS[:2])
+    bench.landing.close()
+    assert bench.puller.cancelled == [bench.puller.pulls[0].pull_id]
+    assert bench.quarantined() == (0, 2)
+    assert bench.kv.num_used() == 0
+    settle = bench.answer(0, (False, False), terminal=False)
+    assert bench.quarantined() == (0, 2)
+    settle()
+    assert bench.quarantined() == (0, 0)
+    bench.kv.check_integrity()
+
+
+def test_without_fresh_blocks_the_whole_table_is_given_up() -> None:
+    bench = Bench(num_blocks=3)
+    bench.landing.pull(PRODUCER, 0, 0, REFS)
+    settle = bench.answer(0, (False, False, False), terminal=False)
+    assert bench.landing.lost
+    assert bench.quarantined() == (3, 0)
+    assert bench.kv.num_used() == 0
+    settle()
+    assert bench.kv.num_free() == 6
+
+
+def test_held_blocks_and_blocks_beyond_the_table_are_not_pulled() -> None:
+    bench = Bench()
+    landing = Landing("a", 2, bench.kv, bench.desk, 1.0, bench.outcomes.append)
+    landing.pull(PRODUCER, 0, 0, (*REFS, *REFS))
+    assert [b.local_block for b in bench.puller.pulls[0].blocks] == [bench.kv.table("a")[0][2]]

@@ -1,0 +1,473 @@
+"""Workers that die, freeze, fail or come back while a request is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from shared.config.services import LimitsConfig, RoutingConfig
+from shared.types.inference import ImagePart, InferenceRequest, Message, TextPart
+from shared.types.request import SamplingParams
+from shared.types.worker import (
+    AGGREGATED,
+    Abort,
+    Attach,
+    BlocksCommitted,
+    Event,
+    HandoffReady,
+    Reserved,
+    Resume,
+    Start,
+    Tokens,
+)
+from tests.unit.router.cluster import Answer, Cluster, ScriptedWorker
+
+
+def picture(shade: int) -> bytes:
+    """64 x 64 pixels: six embedding rows."""
+    buffer = io.BytesIO()
+    Image.new("L", (64, 64), shade).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+PNG, OTHER_PNG = picture(10), picture(200)
+
+
+def ask_for(**options: Any) -> InferenceRequest:
+    sampling = {"max_tokens": 10, "ignore_eos": True} | options.pop("sampling", {})
+    return InferenceRequest("witness", SamplingParams(**sampling), prompt="hello worlds", **options)
+
+
+def picture_request(*pictures: bytes, **options: Any) -> InferenceRequest:
+    parts = (*(ImagePart(data) for data in pictures), TextPart("what is it?"))
+    return InferenceRequest(
+        "witness", SamplingParams(8, ignore_eos=True), messages=(Message("user", parts),), **options
+    )
+
+
+def kill_at(worker: ScriptedWorker, kind: type[Event], count: int = 1) -> None:
+    """Kill ``worker`` in place of its ``count``-th event of a kind."""
+    seen = 0
+
+    def hook(event: Event) -> bool:
+        nonlocal seen
+        seen += isinstance(event, kind)
+        if seen == count and isinstance(event, kind):
+            worker.kill()
+        return worker.alive
+
+    worker.hook = hook
+
+
+def hashes_of(cluster: Cluster) -> list[str]:
+    """The media of the last prefill or aggregated start anywhere."""
+    starts = [s for w in cluster.incarnations.values() for s in w.got(Start) if s.request.media]
+    return [m.mm_hash for m in starts[-1].request.media]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("victim", "kind", "count"),
+    [
+        ("p0", BlocksCommitted, 1),
+        ("p0", BlocksCommitted, 2),
+        ("p0", Tokens, 1),
+        ("p0", Tokens, 2),
+        ("p0", HandoffReady, 1),
+        ("d0", Reserved, 1),
+        ("d0", Tokens, 1),
+        ("d0", Tokens, 2),
+        ("d0", Tokens, 9),
+        ("d0", Tokens, 20),
+    ],
+)
+async def test_a_killed_worker_costs_no_token(
+    make_cluster: Any, n: int, victim: str, kind: type[Event], count: int
+) -> None:
+    cluster = await make_cluster("ppdd")
+    kill_at(cluster.workers[victim], kind, count)
+    request = ask_for(n=n)
+    cluster.check_exact(await cluster.ask(request), request)
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+@pytest.mark.parametrize("command", [Start, Attach, Resume])
+async def test_a_worker_killed_as_a_command_arrives(make_cluster: Any, victim: str, command: type) -> None:
+    cluster = await make_cluster("ppdd")
+    target, watched = cluster.workers[victim], cluster.d0
+    handle = watched._handle
+
+    def killing(received: Any) -> None:
+        if isinstance(received, command):
+            target.kill()
+        if watched.alive:
+            handle(received)
+
+    watched._handle = killing  # type: ignore[method-assign]
+    request = ask_for(n=2)
+    cluster.check_exact(await cluster.ask(request), request)
+
+
+async def test_the_last_prefill_dies_and_decode_serves_alone(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    kill_at(cluster.p0, HandoffReady)
+    request = ask_for(n=2)
+    cluster.check_exact(await cluster.ask(request), request)
+    assert [s.mode for s in cluster.d0.got(Start)][-1] == AGGREGATED
+
+
+async def test_the_last_decode_dies_and_prefill_serves_alone(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    kill_at(cluster.d0, Tokens, 3)
+    request = ask_for()
+    cluster.check_exact(await cluster.ask(request), request)
+    assert [s.mode for s in cluster.p0.got(Start)][-1] == AGGREGATED
+
+
+async def test_a_continuation_is_a_longer_prompt_of_one_choice(make_cluster: Any) -> None:
+    cluster = await make_cluster("pdd")
+    kill_at(cluster.d0, Tokens, 5)
+    request = ask_for(n=2)
+    answer = await cluster.ask(request)
+    cluster.check_exact(answer, request)
+    first, *later = [s.request for s in cluster.p0.got(Start)]
+    assert first.choices == (0, 1) and sorted(r.choices for r in later) == [(0,), (1,)]
+    for moved in later:
+        assert moved.num_prompt_tokens == first.num_prompt_tokens
+        emitted = moved.token_ids[moved.num_prompt_tokens :]
+        assert len(emitted) == moved.num_emitted > 0
+        assert list(emitted) == answer.tokens(moved.choices[0])[: moved.num_emitted]
+    assert len({first.request_id, *(r.request_id for r in later)}) == 3
+
+
+async def test_a_producer_may_die_once_decode_has_its_own_token(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    cluster.d0.hook = lambda e: (
+        cluster.p0.kill() or True if isinstance(e, Tokens) and e.first_index == 3 else True
+    )
+    request = ask_for()
+    cluster.check_exact(await cluster.ask(request), request)
+    assert len(cluster.d0.got(Start)) == 1
+
+
+@pytest.mark.parametrize("phase", ["put", HandoffReady])
+async def test_a_killed_encoder_is_replaced(make_cluster: Any, phase: Any) -> None:
+    cluster = await make_cluster("eepd")
+    if phase == "put":
+        put = cluster.e0.put_media
+        cluster.e0.put_media = lambda h, d: cluster.e0.kill() or put(h, d)  # type: ignore[method-assign]
+    else:
+        kill_at(cluster.e0, phase)
+    request = picture_request(PNG)
+    answer = await cluster.ask(request)
+    cluster.check_exact(answer, request, hashes_of(cluster))
+
+
+async def test_an_encoder_that_dies_before_its_rows_are_read(make_cluster: Any) -> None:
+    """Prefill finds the producer gone and says so; the request is encoded elsewhere."""
+    cluster = await make_cluster("eepd")
+    handle = cluster.p0._handle
+
+    def killing(command: Any) -> None:
+        if isinstance(command, Start):
+            cluster.e0.kill()
+        handle(command)
+
+    cluster.p0._handle = killing  # type: ignore[method-assign]
+    request = picture_request(PNG)
+    cluster.check_exact(await cluster.ask(request), request, hashes_of(cluster))
+    assert cluster.e1.media
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind", "count"), [("p0", Tokens, 1), ("d0", Tokens, 1), ("d0", Tokens, 4)]
+)
+async def test_pictures_are_encoded_again_for_a_continuation(
+    make_cluster: Any, victim: str, kind: type[Event], count: int
+) -> None:
+    cluster = await make_cluster("eppdd")
+    kill_at(cluster.workers[victim], kind, count)
+    request = picture_request(PNG, OTHER_PNG, n=2)
+    cluster.check_exact(await cluster.ask(request), request, hashes_of(cluster))
+
+
+async def test_several_pictures_go_to_several_encoders(make_cluster: Any) -> None:
+    cluster = await make_cluster("eepd")
+    request = picture_request(PNG, OTHER_PNG, PNG)
+    cluster.check_exact(await cluster.ask(request), request, hashes_of(cluster))
+    assert len(cluster.e0.media) == len(cluster.e1.media) == 1
+    assert cluster.e0.got(Abort) and cluster.e1.got(Abort)
+
+
+async def test_without_an_encoder_pictures_wait_and_texts_do_not(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd", limits=LimitsConfig(no_worker_wait_s=5.0))
+    request = ask_for()
+    cluster.check_exact(await cluster.ask(request), request)
+    answer = await cluster.ask(picture_request(PNG))
+    assert answer.error.code == "overloaded" and answer.error.http_status == 503
+
+
+async def test_a_frozen_worker_is_suspected_then_left(make_cluster: Any) -> None:
+    cluster = await make_cluster("pdd")
+    cluster.d0.hook = lambda e: not (isinstance(e, Tokens) and e.first_index >= 4)
+    answer = Answer()
+    request = ask_for()
+    task = asyncio.create_task(cluster.consume(request, answer))
+    await cluster.settle()
+    assert len(answer.tokens()) == 4
+    cluster.d0.frozen = True
+    for _ in range(21):
+        await cluster.pass_time()
+    assert [w.info.worker_id for w in cluster.dispatcher.workers.usable().values()] == ["p0", "d1"]
+    assert not cluster.d1.got(Start)
+    await cluster.finish(task)
+    cluster.check_exact(answer, request)
+    assert len(cluster.d1.got(Start)) == 1
+
+
+async def test_a_pause_of_the_router_is_not_held_against_workers(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    cluster.clock.advance(30)
+    cluster.dispatcher.tick()
+    await cluster.settle()
+    assert len(cluster.dispatcher.workers.usable()) == 2
+
+
+async def test_late_events_of_a_replaced_incarnation_count_for_nothing(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    old = cluster.d0
+    held: list[Event] = []
+    old.hook = lambda e: held.append(e) if isinstance(e, Tokens) and e.first_index == 3 else True
+    answer = Answer()
+    request = ask_for()
+    task = asyncio.create_task(cluster.consume(request, answer))
+    await cluster.settle()
+    assert held
+    cluster.add("decode", "d0")
+    await cluster.settle()
+    assert cluster.dispatcher.workers.live()[-1].info.incarnation == cluster.d0.info.incarnation
+    old.hook = lambda e: True
+    old.emit(*held, Tokens(held[0].request_id, 0, 3, (7,)))
+    await cluster.finish(task)
+    cluster.check_exact(answer, request)
+
+
+async def test_late_events_of_an_abandoned_attempt_count_for_nothing(make_cluster: Any) -> None:
+    """A live worker goes on for a moment with what it was told to stop."""
+    cluster = await make_cluster("ppdd")
+    d0_starts: list[str] = []
+
+    def hook(event: Event) -> bool:
+        if isinstance(event, Reserved):
+            d0_starts.append(event.request_id)
+            cluster.p0.kill()
+        return True
+
+    cluster.d0.hook = hook
+    answer = Answer()
+    request = ask_for()
+    task = asyncio.create_task(cluster.consume(request, answer))
+    await cluster.settle(10)
+    cluster.d0.hook = lambda e: True
+    cluster.d0.emit(Tokens(d0_starts[0], 0, len(answer.tokens()), (120,)))
+    await cluster.finish(task)
+    cluster.check_exact(answer, request)
+
+
+async def test_a_worker_that_comes_back_drops_what_it_did_before(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    cluster.d0.hook = lambda e: not isinstance(e, Tokens)
+    answer = Answer()
+    task = asyncio.create_task(cluster.consume(ask_for(), answer))
+    await cluster.settle()
+    request_id = cluster.d0.got(Start)[0].request.request_id
+    cluster.d0.frozen = True
+    for _ in range(40):
+        await cluster.pass_time()
+    assert len(cluster.dispatcher.workers) == 1
+    cluster.d0.frozen = False
+    cluster.d0.hook = lambda e: True
+    cluster.dispatcher.workers.announced(cluster.d0.info)
+    await cluster.settle()
+    assert Abort(request_id) in cluster.d0.commands and len(cluster.dispatcher.workers) == 2
+    await cluster.finish(task)
+
+
+@pytest.mark.parametrize(("first_index", "what"), [(2, "repeat"), (4, "gap")])
+async def test_a_token_out_of_order_ends_the_request(make_cluster: Any, first_index: int, what: str) -> None:
+    cluster = await make_cluster("pd")
+
+    def hook(event: Event) -> bool:
+        if isinstance(event, Tokens) and event.first_index == 3:
+            cluster.d0.hook = lambda e: True
+            cluster.d0.emit(Tokens(event.request_id, 0, first_index, event.token_ids))
+            return False
+        return True
+
+    cluster.d0.hook = hook
+    answer = await cluster.ask(ask_for())
+    assert answer.error.code == "determinism_violation" and answer.error.http_status == 500
+    assert len(answer.tokens()) == 3
+
+
+async def test_a_second_token_from_prefill_ends_the_request(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    cluster.d0.hook = lambda e: False
+
+    def hook(event: Event) -> bool:
+        if isinstance(event, HandoffReady):
+            cluster.p0.hook = lambda e: True
+            cluster.p0.emit(Tokens(event.request_id, 0, 1, (97,)))
+        return True
+
+    cluster.p0.hook = hook
+    assert (await cluster.ask(ask_for())).error.code == "determinism_violation"
+
+
+@pytest.mark.parametrize(("victim", "kind"), [("p0", Tokens), ("d0", Tokens)])
+async def test_without_recovery_a_lost_worker_ends_the_request(
+    make_cluster: Any, victim: str, kind: type[Event]
+) -> None:
+    cluster = await make_cluster("ppdd", routing=RoutingConfig(recovery=False))
+    kill_at(cluster.workers[victim], kind, 1)
+    answer = await cluster.ask(ask_for())
+    assert answer.error.code == "worker_lost"
+
+
+async def test_a_retryable_failure_goes_elsewhere(make_cluster: Any) -> None:
+    cluster = await make_cluster("ppdd")
+    done = []
+
+    def hook(event: Event) -> bool:
+        if isinstance(event, Tokens) and event.first_index == 4 and not done:
+            done.append(event)
+            cluster.d0.fail(event.request_id, "corrupt_block")
+            return False
+        return True
+
+    cluster.d0.hook = hook
+    request = ask_for()
+    cluster.check_exact(await cluster.ask(request), request)
+    assert len(cluster.d1.got(Start)) == 1
+
+
+async def test_failures_are_retried_only_so_often(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd", routing=RoutingConfig(recovery_limit=3))
+    cluster.p0.hook = lambda e: (
+        not isinstance(e, BlocksCommitted) or cluster.p0.fail(e.request_id, "out_of_blocks")
+    )
+    answer = await cluster.ask(ask_for())
+    assert answer.error.code == "out_of_blocks" and len(cluster.p0.got(Start)) == 4
+
+
+async def test_a_final_failure_goes_to_the_client(make_cluster: Any) -> None:
+    cluster = await make_cluster("epd")
+    handed: list[Event] = []
+
+    def hook(event: Event) -> bool:
+        if isinstance(event, HandoffReady):
+            handed.append(event)
+            cluster.e0.hook = lambda e: True
+            cluster.e0.fail(event.request_id, "invalid_image", retryable=False)
+            return False
+        return True
+
+    cluster.e0.hook = hook
+    answer = await cluster.ask(picture_request(PNG))
+    assert handed and answer.error.http_status == 400 and answer.error.code == "invalid_image"
+    assert answer.accepted is None and not cluster.p0.commands
+
+
+async def test_a_poison_request_is_quarantined_and_others_live(make_cluster: Any) -> None:
+    cluster = await make_cluster("pddddd")
+    for worker in list(cluster.workers.values())[1:]:
+        kill_at(worker, Tokens)
+    answer = await cluster.ask(ask_for())
+    assert answer.error.code == "request_quarantined" and answer.error.http_status == 500
+    assert sum(w.alive for w in cluster.workers.values()) == 3
+
+
+async def test_waits_for_a_worker_and_goes_on(make_cluster: Any) -> None:
+    cluster = await make_cluster("d")
+    kill_at(cluster.d0, Tokens, 3)
+    answer = Answer()
+    request = ask_for()
+    task = asyncio.create_task(cluster.consume(request, answer))
+    for _ in range(20):
+        await cluster.pass_time()
+    assert not task.done() and cluster.dispatcher.census()["waiting"] == 1
+    cluster.add("decode", "d0")
+    await cluster.finish(task)
+    cluster.check_exact(answer, request)
+
+
+async def test_gives_up_when_no_worker_comes(make_cluster: Any) -> None:
+    cluster = await make_cluster("", limits=LimitsConfig(no_worker_wait_s=2.0))
+    started = cluster.clock.now()
+    answer = await cluster.ask(ask_for())
+    assert answer.error.code == "overloaded" and 2.0 <= cluster.clock.now() - started < 2.3
+
+
+@pytest.mark.parametrize("deltas", range(1, 9))
+async def test_the_client_leaves_in_the_middle(make_cluster: Any, deltas: int) -> None:
+    cluster = await make_cluster("pd")
+    await cluster.ask(ask_for(n=2, sampling={"max_tokens": 50}), limit=deltas)
+    cluster.check_clean()
+
+
+@pytest.mark.parametrize("turns", range(1, 24))
+async def test_the_client_leaves_before_the_first_token(make_cluster: Any, turns: int) -> None:
+    cluster = await make_cluster("epd")
+    cluster.p0.hook = lambda e: not isinstance(e, Tokens)
+    task = asyncio.create_task(cluster.consume(picture_request(PNG, n=2), Answer()))
+    await cluster.settle(turns)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await cluster.settle()
+    cluster.check_clean()
+
+
+@pytest.mark.parametrize("silent", ["e0", "p0", "d0"])
+async def test_the_deadline_ends_the_request_in_every_phase(make_cluster: Any, silent: str) -> None:
+    cluster = await make_cluster("epd")
+    cluster.workers[silent].hook = lambda e: False
+    started = cluster.clock.now()
+    answer = await cluster.ask(picture_request(PNG, deadline_s=2.0))
+    assert answer.error.code == "deadline_exceeded" and answer.error.http_status == 504
+    assert 2.0 <= cluster.clock.now() - started < 2.3
+
+
+async def test_workers_are_told_how_much_time_is_left(make_cluster: Any) -> None:
+    cluster = await make_cluster("pdd")
+    cluster.p0.hook = lambda e: cluster.p0.alive
+    kill_at(cluster.d0, Tokens, 2)
+    request = ask_for(deadline_s=5.0)
+    cluster.check_exact(await cluster.ask(request), request)
+    lefts = [s.request.deadline_s for s in cluster.p0.got(Start)]
+    assert lefts[0] == 5.0 and 0 < lefts[-1] <= 5.0
+
+
+async def test_a_draining_worker_gets_no_new_work(make_cluster: Any) -> None:
+    cluster = await make_cluster("pdd")
+    cluster.d0.draining = True
+    await cluster.pass_time()
+    request = ask_for()
+    cluster.check_exact(await cluster.ask(request), request)
+    assert not cluster.d0.commands
+
+
+async def test_a_bug_in_handling_an_event_ends_only_its_request(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = await make_cluster("pd")
+
+    def explode(self: object, worker: object, event: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(cluster.dispatcher._handlers, BlocksCommitted, explode)
+    answer = await cluster.ask(ask_for())
+    assert answer.error.code == "internal_error" and len(cluster.dispatcher.workers) == 2

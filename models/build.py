@@ -130,7 +130,9 @@ def _progress(source: GGUFSource) -> Iterator[tuple[str, Any]]:
             bar = "#" * (24 * done // total)
             seconds = time.monotonic() - start
             line = f"unpacking SmolLM2-135M [{bar:<24}] {done}/{total} tensors, {seconds:.0f} s"
-            print(f"\r{line}" if live else line, end="\n" if done == total else "", file=sys.stderr, flush=True)
+            print(
+                f"\r{line}" if live else line, end="\n" if done == total else "", file=sys.stderr, flush=True
+            )
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -157,4 +157,3 @@ def _halves(values: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows of each head from interleaved rotary pairs (GGUF) to two halves (Hugging Face)."""
     pairs = values.reshape(num_heads, -1, 2, values.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
-

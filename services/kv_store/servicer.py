@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from msgspec import structs
+
 from services.kv_store.store import MISS, KvStore
-from shared.errors import TriptychError
 from shared.telemetry.logs import get_logger
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.store import BlockKey, OfferedBlock, StoreHit
@@ -77,23 +78,9 @@ class StoreService:
             self._open.store.release(lease_ids)
 
     def info(self) -> WorkerInfo:
-        base = self._base
-        agent = (
-            self._open.info()
-            if self._open is not None
-            else AgentInfo(base.worker_id, base.incarnation, self._epoch, (), ())
-        )
-        return WorkerInfo(
-            worker_id=base.worker_id,
-            incarnation=base.incarnation,
-            kind=base.kind,
-            address=self.address,
-            model=base.model,
-            identity=self._identity,
-            agent=agent,
-            block_size=base.block_size,
-            pid=base.pid,
-        )
+        opened = self._open
+        agent = structs.replace(self._base.agent, epoch=self._epoch) if opened is None else opened.info()
+        return structs.replace(self._base, address=self.address, identity=self._identity, agent=agent)
 
     def status(self) -> WorkerStatus:
         if self._open is None:
@@ -116,14 +103,11 @@ class StoreService:
             self._open.set_epoch(epoch)
 
     async def watch(self, period_s: float) -> None:
-        """End leases in time, and check the books; runs until cancelled."""
+        """End leases in time; runs until cancelled."""
         while True:
             await asyncio.sleep(period_s)
             if self._open is not None:
-                try:
-                    self._open.store.expire()
-                except TriptychError as error:
-                    _log.error("the books are wrong", problem=error.message)
+                self._open.store.expire()
 
     def close(self) -> None:
         if self._open is not None:

@@ -7,16 +7,18 @@ Single-threaded: the event loop. It never waits; an offer's end comes by callbac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from shared.clock import Clock, Entropy
+from shared.engine.observe import observe_pull
 from shared.failpoints import FailpointError, Failpoints
 from shared.kv_cache.convert import can_convert
-from shared.kv_cache.leases import LeaseTable
 from shared.telemetry import metrics
 from shared.telemetry.logs import get_logger
 from shared.tiering.base import Tier
 from shared.tiering.cpu import CpuTier
+from shared.tiering.leases import PrefixLeases
 from shared.transfer.arena import Arena
 from shared.transfer.handoff import MAX_PULL_BLOCKS, BlockPull, Pull, PullOutcome
 from shared.types.identity import LayoutSpec
@@ -29,28 +31,25 @@ MISS = StoreHit()
 
 
 class PullPort(Protocol):
-    """What the store needs of a puller."""
-
     def submit(self, pull: Pull) -> None: ...
 
 
+@dataclass(slots=True)
 class _Offer:
     """One call of ``offer``: blocks in the store so far, and pulls that are still out."""
 
-    def __init__(self, done: Callable[[int], None]) -> None:
-        self.done = done
-        self.num_kept = 0
-        self.num_pulls = 0
+    done: Callable[[int], None]
+    num_kept: int = 0
+    num_pulls: int = 0
 
 
-class _Landing:
+class _Landing(NamedTuple):
     """One pull of an offer: reserved blocks, in the order of what they are to hold."""
 
-    def __init__(self, offer: _Offer, group: int, ids: list[int], blocks: list[OfferedBlock]) -> None:
-        self.offer = offer
-        self.group = group
-        self.ids = ids
-        self.blocks = blocks
+    offer: _Offer
+    group: int
+    ids: list[int]
+    blocks: list[OfferedBlock]
 
 
 class KvStore:
@@ -73,12 +72,10 @@ class KvStore:
     ) -> None:
         self.layout = layout
         self._agent_info = agent_info
-        self._entropy = entropy
         self._failpoints = failpoints
-        self._lease_s = lease_s
-        self._tiers = [CpuTier(arena, group, metrics.STORE_EVICTED.inc) for group in range(len(layout.groups))]
-        self._leases = LeaseTable(clock, lease_s)
-        self._pinned: dict[str, tuple[list[int], ...]] = {}
+        evicted = metrics.STORE_EVICTED.inc
+        self._tiers = [CpuTier(arena, group, evicted) for group in range(len(layout.groups))]
+        self._leases = PrefixLeases(self._tiers, clock, entropy, lease_s)
         self._puller: PullPort | None = None
         self._next_pull = 0
         self._landings: dict[str, _Landing] = {}
@@ -88,8 +85,6 @@ class KvStore:
     def bind(self, puller: PullPort) -> None:
         """Give the store its puller; before the first offer."""
         self._puller = puller
-
-    # Offers.
 
     def offer(self, producer: AgentInfo, blocks: Sequence[OfferedBlock], done: Callable[[int], None]) -> None:
         """Pull what is not here yet; then call ``done``, once, with the number of these blocks that are
@@ -149,7 +144,7 @@ class KvStore:
 
     def on_outcome(self, outcome: PullOutcome) -> None:
         """A pull has ended, or was given up."""
-        _observe(outcome)
+        observe_pull("offer", outcome)
         landing = self._landings.pop(outcome.pull_id)
         tier, offer = self._tiers[landing.group], landing.offer
         bad: list[int] = []
@@ -180,51 +175,30 @@ class KvStore:
         group, ids = self._quarantined.pop(pull_id, (0, []))
         self._tiers[group].settle(ids)
 
-    # Look-ups.
-
     def lookup(self, layout: LayoutSpec, keys: Sequence[BlockKey]) -> StoreHit:
         """The longest prefix held in every group, pinned until ``release`` or the lease's end. The keys
         of a group are consecutive blocks, in order; their content is compared, not their hash alone."""
         self.expire()
         metrics.STORE_QUERIES.inc(len(keys))
-        if not can_convert(layout, self.layout):
+        lease_id, pinned = self._leases.grant(keys) if can_convert(layout, self.layout) else ("", ())
+        if not lease_id:
             return MISS
-        found = [
-            tier.lookup([key for key in keys if key.group == group]) for group, tier in enumerate(self._tiers)
-        ]
-        num_blocks = min(len(ids) for ids in found)
-        if not num_blocks:
-            return MISS
-        metrics.STORE_HITS.inc(num_blocks * len(found))
-        lease_id = self._entropy.hex_id()
-        pinned = tuple(ids[:num_blocks] for ids in found)
-        for tier, ids in zip(self._tiers, pinned, strict=True):
-            tier.pin(ids)
-        self._pinned[lease_id] = pinned
-        self._leases.grant(lease_id)
         metrics.LEASES_GRANTED.labels("store").inc()
+        metrics.STORE_HITS.inc(sum(map(len, pinned)))
         producer = self._agent_info()
         runs = tuple(
             KvTransferParams(lease_id, producer, group, 0, tuple(tier.ref(i) for i in pinned[group]))
             for group, tier in enumerate(self._tiers)
         )
-        return StoreHit(lease_id, self._lease_s, num_blocks, runs)
+        return StoreHit(lease_id, self._leases.lease_s, len(pinned[0]), runs)
 
     def release(self, lease_ids: Sequence[str]) -> None:
         """End leases; unknown ones are ignored."""
-        for lease_id in lease_ids:
-            if self._leases.release(lease_id):
-                self._unpin(lease_id)
+        self._leases.release(lease_ids)
 
     def expire(self) -> None:
         """End the leases whose time is over; call it now and then."""
-        for lease_id in self._leases.expired():
-            metrics.LEASES_EXPIRED.labels("store").inc()
-            self._unpin(lease_id)
-
-    def _unpin(self, lease_id: str) -> None:
-        for tier, ids in zip(self._tiers, self._pinned.pop(lease_id), strict=True):
-            tier.unpin(ids)
+        metrics.LEASES_EXPIRED.labels("store").inc(self._leases.expire())
 
     # Numbers, over all groups.
 
@@ -254,13 +228,3 @@ class KvStore:
         """Raises InternalError when an invariant is broken; for tests and idle times."""
         for tier in self._tiers:
             tier.pool.check_integrity()
-
-
-def _observe(outcome: PullOutcome) -> None:
-    backend = outcome.backend or "none"
-    metrics.TRANSFER_BYTES.labels(backend, "offer").inc(outcome.nbytes)
-    metrics.TRANSFER_SECONDS.labels(backend, "offer").observe(outcome.seconds)
-    if outcome.reason:
-        metrics.TRANSFER_FAILURES.labels(outcome.reason).inc()
-    if outcome.reason == "corrupt":
-        metrics.CHECKSUM_FAILURES.labels("offer").inc(outcome.ok.count(False))

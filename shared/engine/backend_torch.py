@@ -12,8 +12,9 @@ from shared.engine.media import PixelMedia
 from shared.models import weights
 from shared.models.registry import load_config
 from shared.registry.identity import identity_of
-from shared.runner.encoder_runner import SmolVLMEncoderRunner
-from shared.runner.model_runner import EmbeddingMemory, ModelRunner
+from shared.runner.encoder_runner import VisionEncoderRunner
+from shared.runner.kv_tensors import EmbeddingMemory
+from shared.runner.model_runner import ModelRunner
 from shared.scheduler.scheduler import SchedulerLimits
 from shared.types.kv import KVCacheSpec
 
@@ -51,8 +52,9 @@ class TorchBackend(Backend):
             batch_invariant=self._runtime.batch_invariant,
         )
 
-    def encoder_runner(self, memory: RunnerMemory) -> SmolVLMEncoderRunner:
-        return SmolVLMEncoderRunner(self._path, memory.ec, memory.rows_per_block, self._runtime.num_threads)
+    def encoder_runner(self, memory: RunnerMemory) -> VisionEncoderRunner:
+        embeddings = EmbeddingMemory(memory.ec, memory.rows_per_block, self.row_bytes)
+        return VisionEncoderRunner(self._path, embeddings, num_threads=self._runtime.num_threads)
 
     def preparer(self, config: EncoderConfig, event_loop: asyncio.AbstractEventLoop) -> MediaPreparer:
         return PixelMedia(self._path, config, event_loop)

@@ -129,19 +129,20 @@ def _dense(
 
 def _rope(keys: _Keys) -> RopeConfig:
     """Both spellings: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``."""
-    scaling: dict[str, Any] = dict(keys.get("rope_scaling") or {})
+    scaling: dict[str, Any] = {"rope_theta": keys.get("rope_theta", 10000.0)}
+    scaling.update(keys.get("rope_scaling") or {})
     scaling.update(keys.get("rope_parameters") or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"rope type {kind} is not supported; supported: default, linear, llama3")
-    original = scaling.get("original_max_position_embeddings", keys["max_position_embeddings"])
+    scaling.setdefault("original_max_position_embeddings", keys["max_position_embeddings"])
     return RopeConfig(
-        theta=float(scaling.get("rope_theta", keys.get("rope_theta", 10000.0))),
+        theta=float(scaling["rope_theta"]),
         kind=kind,
         factor=float(scaling.get("factor", 1.0)),
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position=int(original),
+        original_max_position=int(scaling["original_max_position_embeddings"]),
     )
 
 

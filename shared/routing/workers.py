@@ -229,8 +229,6 @@ class WorkerPool:
 
     async def _read(self, worker: Worker) -> None:
         async for events in worker.link.events():
-            if worker.lost:
-                return
             worker.last_seen = self._clock.now()
             worker.suspect = False
             for event in events:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from shared.errors import ConfigError
@@ -29,20 +31,30 @@ def extent_of(data: memoryview, block_id: int, extent_bytes: int) -> memoryview:
     return data[block_id * extent_bytes : (block_id + 1) * extent_bytes]
 
 
-def embedding_tensor(data: memoryview, rows_per_block: int, row_bytes: int) -> torch.Tensor:
-    """The ``ec`` arena's rows as [blocks * rows_per_block, hidden], float32, writable: row r of an
-    item is row ``block_ids[r // rows_per_block] * rows_per_block + r % rows_per_block``.
+@dataclass(frozen=True)
+class EmbeddingMemory:
+    """The ``ec`` arena's block data: blocks of ``rows_per_block`` rows of ``row_bytes`` bytes, all
+    float32. Row r of an item lies in its block ``block_ids[r // rows_per_block]``."""
 
-    The tensor keeps ``data`` alive until it is freed. Raises ConfigError on memory that does not fit.
-    """
-    block_bytes = rows_per_block * row_bytes
-    if row_bytes % 4 or not block_bytes or not data.nbytes or data.nbytes % block_bytes:
-        raise ConfigError(f"{data.nbytes} bytes of embedding memory do not fit blocks of {block_bytes} bytes")
-    return torch.frombuffer(data, dtype=torch.float32).view(-1, row_bytes // 4)
+    data: memoryview
+    rows_per_block: int
+    row_bytes: int
+
+    def tensor(self) -> torch.Tensor:
+        """All rows as [blocks * rows_per_block, hidden], writable; ``packed_rows`` indexes it.
+
+        It keeps ``data`` alive until it is freed. Raises ConfigError on memory that does not fit.
+        """
+        block_bytes = self.rows_per_block * self.row_bytes
+        if self.row_bytes % 4 or not block_bytes or not self.data.nbytes or self.data.nbytes % block_bytes:
+            raise ConfigError(
+                f"{self.data.nbytes} bytes of embedding memory do not fit blocks of {block_bytes} bytes"
+            )
+        return torch.frombuffer(self.data, dtype=torch.float32).view(-1, self.row_bytes // 4)
 
 
 def packed_rows(block_ids: tuple[int, ...], num_rows: int, rows_per_block: int) -> torch.Tensor:
-    """Indices into ``embedding_tensor`` of an item's rows, in order."""
+    """Indices into ``EmbeddingMemory.tensor`` of an item's rows, in order."""
     index = torch.arange(num_rows)
     blocks = torch.tensor(block_ids, dtype=torch.int64)
     return blocks[index // rows_per_block] * rows_per_block + index % rows_per_block

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,20 +22,11 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.runner.base import PendingStep, Runner
 from shared.runner.input_batch import InputBatch, StepInputs
-from shared.runner.kv_tensors import embedding_tensor, extent_of, kv_tensor
+from shared.runner.kv_tensors import EmbeddingMemory, extent_of, kv_tensor
 from shared.sampling.device import sample_batch
 from shared.step import BlockSeal, RowStep, StepPlan, StepResult
 from shared.types.kv import KVCacheSpec
 from shared.types.request import TokenLogprobs
-
-
-@dataclass(frozen=True)
-class EmbeddingMemory:
-    """The ``ec`` arena's block data: blocks of ``rows_per_block`` rows of ``row_bytes`` bytes."""
-
-    data: memoryview
-    rows_per_block: int
-    row_bytes: int
 
 
 class ModelRunner(Runner):
@@ -132,11 +122,7 @@ class _Steps:
         self._kv = [
             kv_tensor(data, group, spec.block_size) for data, group in zip(kv_data, spec.groups, strict=True)
         ]
-        self._embeddings = (
-            None
-            if embeddings is None
-            else embedding_tensor(embeddings.data, embeddings.rows_per_block, embeddings.row_bytes)
-        )
+        self._embeddings = None if embeddings is None else embeddings.tensor()
         groups = [
             PagedKV(data, tables, group.window)
             for data, tables, group in zip(self._kv, self._batch.tables_RM, spec.groups, strict=True)

@@ -17,7 +17,8 @@ import xxhash
 
 from shared.runner.witness_config import WitnessConfig
 from shared.sampling.chain import sample
-from shared.types.request import SamplingParams
+from shared.sampling.row import Sampled
+from shared.types.request import SamplingParams, TokenLogprobs
 
 _M = 2**64 - 1
 _record = struct.Struct("<6Q").pack
@@ -33,10 +34,12 @@ class MediaSpan(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """``finish_reason`` is "stop" or "length"; the id that ended the answer is part of it."""
+    """``finish_reason`` is "stop" or "length"; the id that ended the answer is part of it. ``logprobs``: of
+    each token, when they were asked for."""
 
     token_ids: tuple[int, ...]
     finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class WitnessOracle:
@@ -66,14 +69,18 @@ class WitnessOracle:
         for kind, word in self._words(prompt_token_ids, media):
             sequence.push(kind, word)
         history = list(prompt_token_ids)
+        logprobs: list[TokenLogprobs] = []
         while True:
-            token = self._next(sequence.state(), sampling, choice, history, len(prompt_token_ids), eos)
+            sampled = self._next(sequence.state(), sampling, choice, history, len(prompt_token_ids), eos)
+            token = sampled.token_id
             history.append(token)
+            if sampled.logprobs is not None:
+                logprobs.append(sampled.logprobs)
             emitted = len(history) - len(prompt_token_ids)
             if (token in eos and not sampling.ignore_eos) or token in sampling.stop_token_ids:
-                return Answer(tuple(history[-emitted:]), "stop")
+                return Answer(tuple(history[-emitted:]), "stop", tuple(logprobs))
             if emitted == sampling.max_tokens or len(history) >= limit:
-                return Answer(tuple(history[-emitted:]), "length")
+                return Answer(tuple(history[-emitted:]), "length", tuple(logprobs))
             sequence.push(0, token)
 
     def state(self, token_ids: Sequence[int], media: Sequence[tuple[int, int, bytes]] = ()) -> int:
@@ -110,7 +117,7 @@ class WitnessOracle:
         history: Sequence[int],
         num_prompt_tokens: int,
         eos: Sequence[int],
-    ) -> int:
+    ) -> Sampled:
         return sample(
             self._logits(state),
             sampling,
@@ -118,7 +125,7 @@ class WitnessOracle:
             history=history,
             num_prompt_tokens=num_prompt_tokens,
             eos_token_ids=eos,
-        ).token_id
+        )
 
     def _logits(self, state: int) -> np.ndarray:
         config = self._config

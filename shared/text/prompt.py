@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from shared.errors import InvalidRequest
+from shared.errors import ContextLengthExceeded, InvalidRequest
 from shared.text.tokenizer import SpecialToken, Tokenizer
 from shared.types.inference import Message, TextPart
 
@@ -40,16 +40,20 @@ def render_chat(
     *,
     image_rows: Sequence[int] = (),
     image_token_id: int | None = None,
+    max_model_len: int | None = None,
 ) -> RenderedPrompt:
     """The prompt that asks for the next assistant turn.
 
-    ``image_rows``: placeholder tokens of each picture, in the order of the messages. Raises
-    InvalidRequest when the template refuses the messages or has no place for a picture.
+    ``image_rows``: placeholder tokens of each picture, in the order of the messages. With
+    ``max_model_len``, text that is too long whatever its tokens is refused before it is encoded
+    (ContextLengthExceeded). Raises InvalidRequest when the template refuses the messages or has no
+    place for a picture.
     """
     template = tokenizer.chat_template
     if template is None:
         raise InvalidRequest("this model has no chat template", param="messages")
     texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
+    _check_length(sum(map(len, texts)), tokenizer, max_model_len, "messages")
     guard, picture = _unused_characters([*texts, template.source])
     shield = _Shield(tokenizer, guard)
     content = _as_parts if template.takes_parts else _as_string
@@ -62,8 +66,16 @@ def render_chat(
     return builder.finish()
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, *, image_token_id: int | None = None) -> tuple[int, ...]:
-    """Ids of a raw prompt, in which special-token text means special tokens. Raises InvalidRequest."""
+def encode_prompt(
+    text: str,
+    tokenizer: Tokenizer,
+    *,
+    image_token_id: int | None = None,
+    max_model_len: int | None = None,
+) -> tuple[int, ...]:
+    """Ids of a raw prompt, in which special-token text means special tokens. ``max_model_len`` as for
+    ``render_chat``. Raises InvalidRequest."""
+    _check_length(len(text), tokenizer, max_model_len, "prompt")
     return check_prompt_ids(tokenizer.encode(text, add_special_tokens=True), image_token_id=image_token_id)
 
 
@@ -75,6 +87,14 @@ def check_prompt_ids(token_ids: Iterable[int], *, image_token_id: int | None = N
     if image_token_id is not None and image_token_id in ids:
         raise InvalidRequest("the prompt holds an image placeholder without an image", param="prompt")
     return ids
+
+
+def _check_length(num_chars: int, tokenizer: Tokenizer, max_model_len: int | None, param: str) -> None:
+    """Characters are at least as many bytes, and a token has only so many of those."""
+    longest = tokenizer.max_token_bytes
+    if max_model_len is not None and longest is not None and num_chars > max_model_len * longest:
+        message = f"the text is longer than the model's context of {max_model_len} tokens"
+        raise ContextLengthExceeded(message, param=param)
 
 
 def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:

@@ -136,6 +136,11 @@ class Tokenizer:
         return build_byte_table(self._spec.get("decoder"), self._vocab)
 
     @cached_property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of text that one token can stand for; None when unknown."""
+        return None if self.byte_table is None else max(map(len, self.byte_table.pieces))
+
+    @cached_property
     def visible_byte_table(self) -> ByteTable | None:
         """The byte table with special tokens blanked."""
         if self.byte_table is None:

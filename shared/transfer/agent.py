@@ -6,19 +6,19 @@ the first that can really read the peer is kept. Owns connections; not pulls (``
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shared.clock import Clock
 from shared.errors import ConfigError, PeerLost, TransferError
+from shared.telemetry.logs import get_logger
 from shared.transfer.arena import Arena
 from shared.transfer.base import TransferBackend
 from shared.transfer.handoff import SCRATCH, SCRATCH_BYTES
 from shared.types.identity import LayoutSpec
 from shared.types.transfer import AgentInfo, Endpoint
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 #: Pulls that can be under way at a time; more wait.
 NUM_SLOTS = 256
@@ -136,9 +136,14 @@ class Links:
             try:
                 peer = backend.connect(name, metadata[backend.name])
             except TransferError as error:
-                _log.debug("transfer to %s: %s not usable: %s", name, backend.name, error)
+                _log.debug(
+                    "a transfer backend does not serve",
+                    peer=name,
+                    backend=backend.name,
+                    problem=error.message,
+                )
                 continue
-            _log.info("transfer to %s goes over %s", name, backend.name)
+            _log.info("linked to a peer", peer=name, backend=backend.name)
             return Link(producer, backend, peer, now)
         raise PeerLost(f"{producer.worker_id} cannot be reached by any transfer backend")
 

@@ -21,6 +21,7 @@ from msgspec.msgpack import encode
 
 from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, PeerLost, TransferError
+from shared.telemetry.logs import get_logger
 from shared.transfer.arena import HEADER_BYTES
 from shared.transfer.base import ReadOp, ReadState, TransferBackend
 from shared.transfer.regions import (
@@ -32,7 +33,7 @@ from shared.transfer.regions import (
     parse_metadata,
 )
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _FLAVOURS = ("nixl_cu12", "nixl_cu13")
 _DRAM = "DRAM"

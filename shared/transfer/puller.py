@@ -4,7 +4,6 @@ destination is safe again; the protocol itself is ``handoff``.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -16,12 +15,13 @@ from typing import Any, TypeVar
 from shared.clock import Clock
 from shared.errors import PeerLost, TransferError
 from shared.failpoints import FailpointError, Failpoints
+from shared.telemetry.logs import get_logger
 from shared.transfer.agent import NUM_SLOTS, Link, Links, TransferAgent
 from shared.transfer.base import ReadState, TransferBackend
 from shared.transfer.handoff import Pull, PullOutcome, PullProtocol, Step
 from shared.types.transfer import AgentInfo
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _T = TypeVar("_T")
 
@@ -194,7 +194,7 @@ class Puller:
         except PeerLost:
             self._finish(flight, "peer_lost")
         except TransferError as error:
-            _log.warning("pull refused: %s", error)
+            _log.warning("a pull was refused", problem=error.message)
             self._finish(flight, "failed")
         else:
             self._flights[pull.pull_id] = flight
@@ -218,10 +218,10 @@ class Puller:
         except PeerLost:
             self._abandon(flight, "peer_lost")
         except (TransferError, FailpointError) as error:
-            _log.warning("pull failed: %s", error)
+            _log.warning("a pull failed", problem=str(error))
             self._abandon(flight, "failed")
         except Exception:
-            _log.exception("pull failed")
+            _log.exception("a pull failed")
             self._abandon(flight, "failed")
 
     def _landed(self, flight: _Flight, backend: TransferBackend) -> bool:
@@ -317,7 +317,7 @@ class Puller:
             link = self._links.get(producer)
             link.backend.notify(link.peer, payload)
         except TransferError as error:
-            _log.debug("notification lost: %s", error)
+            _log.debug("a notification was lost", problem=error.message)
 
     def _hear(self) -> None:
         for backend in self._agent.backends:

@@ -54,7 +54,7 @@ encode_plans = st.builds(EncodePlan, u64, tuples(items))
 encode_results = st.builds(EncodeResult, u64, tuples(u64))
 
 
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=60)
 @given(st.one_of(plans, results, encode_plans, encode_results))
 def test_codec_gives_back_what_it_was_given(record: step.Record) -> None:
     assert step.decode(step.encode(record), type(record)) == record

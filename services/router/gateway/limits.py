@@ -11,9 +11,6 @@ class GatewayLimits(Struct, frozen=True):
     """Bytes unless a name says otherwise. ``stall_s``: how long a client may leave its stream unread."""
 
     max_body: int = 32 << 20
-    max_url: int = 8 << 10
-    max_headers: int = 64 << 10
-    max_num_headers: int = 100
     body_timeout_s: float = 30.0
     stall_s: float = 60.0
     images: ImageLimits = ImageLimits()

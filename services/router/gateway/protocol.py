@@ -5,9 +5,10 @@ from __future__ import annotations
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.router.gateway.errors import http_error_json
-from services.router.gateway.limits import GatewayLimits
 
-_LIMITS = GatewayLimits()
+MAX_URL_BYTES = 8 << 10
+MAX_HEADER_BYTES = 64 << 10
+MAX_NUM_HEADERS = 100
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -23,13 +24,13 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        if len(self.url) > _LIMITS.max_url:
+        if len(self.url) > MAX_URL_BYTES:
             self._refuse(414, "the URL is too long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._head_bytes += len(name) + len(value)
-        if self._head_bytes > _LIMITS.max_headers or len(self.headers) > _LIMITS.max_num_headers:
+        if self._head_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_NUM_HEADERS:
             self._refuse(431, "the headers are too large")
 
     def send_400_response(self, msg: str) -> None:

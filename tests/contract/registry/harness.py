@@ -71,7 +71,17 @@ class RedisServer:
         if binary is None:
             raise FileNotFoundError("redis-server is not on PATH")
         self.url = f"unix://{folder}/redis.sock"
-        argv = [binary, "--port", "0", "--unixsocket", f"{folder}/redis.sock", "--save", "", "--dir", str(folder)]
+        argv = [
+            binary,
+            "--port",
+            "0",
+            "--unixsocket",
+            f"{folder}/redis.sock",
+            "--save",
+            "",
+            "--dir",
+            str(folder),
+        ]
         self._log = (folder / "log").open("wb")
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT)
         self._folder = folder

@@ -25,6 +25,7 @@ from shared.transfer.puller import Puller
 from shared.types.transfer import AgentInfo, BlockRef
 from tests.contract.transfer.peer import EXTENT_BYTES, HEADS, NUM_BLOCKS, make_backend
 
+ROOT = Path(__file__).resolve().parents[3]
 #: No test waits longer for anything; only a broken one waits at all.
 PATIENCE_S = 20.0
 
@@ -33,9 +34,9 @@ class Peer:
     """A producer in a process of its own."""
 
     def __init__(self, backend: str, incarnation: str = "a" * 32, epoch: int = 1) -> None:
-        argv = [sys.executable, str(Path(__file__).with_name("peer.py")), backend, incarnation, str(epoch)]
+        argv = [sys.executable, "-m", "tests.contract.transfer.peer", backend, incarnation, str(epoch)]
         self.process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.info = msgspec.msgpack.decode(base64.b64decode(self._answer()), type=AgentInfo)
 

@@ -1,6 +1,7 @@
 """A peer process for the transfer tests: an arena, an agent and a puller, driven by lines on stdin.
 
-Run by argv: ``peer.py BACKEND INCARNATION EPOCH``. Each line is a command; each answer is one JSON line.
+Run from the root as ``-m tests.contract.transfer.peer BACKEND INCARNATION EPOCH``. Each line is a command,
+each answer one line of JSON.
 """
 
 from __future__ import annotations
@@ -9,9 +10,6 @@ import base64
 import json
 import os
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
 import msgspec
 import numpy as np

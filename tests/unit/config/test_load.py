@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 class Inner:
     count: int = ranged(3, 1, 10)
     ratio: float = 0.5
-    on: bool = True
+    enabled: bool = True
     names: tuple[str, ...] = ("a",)
     window: int | None = None
 
@@ -43,15 +43,19 @@ def test_each_source_overrides_those_before_it(tmp_path: Path) -> None:
 
 
 def test_toml_and_yaml_read_the_same(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("path: p\nkind: y\ninner:\n  on: false\n  window: 3\n  names: [a, b]\n")
-    (tmp_path / "c.toml").write_text('path = "p"\nkind = "y"\n[inner]\non = false\nwindow = 3\nnames = ["a", "b"]\n')
-    expected = Outer("p", "y", Inner(on=False, window=3, names=("a", "b")))
+    (tmp_path / "c.yaml").write_text(
+        "path: p\nkind: y\ninner:\n  enabled: false\n  window: 3\n  names: [a, b]\n"
+    )
+    (tmp_path / "c.toml").write_text(
+        'path = "p"\nkind = "y"\n[inner]\nenabled = false\nwindow = 3\nnames = ["a", "b"]\n'
+    )
+    expected = Outer("p", "y", Inner(enabled=False, window=3, names=("a", "b")))
     assert load(Outer, file=tmp_path / "c.yaml") == load(Outer, file=tmp_path / "c.toml") == expected
 
 
 def test_every_problem_of_every_source_is_listed_at_once(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("kind: z\ninner: {count: 11, ration: 1, on: maybe}\nextra: {a: 1}\n")
+    file.write_text("kind: z\ninner: {count: 11, ration: 1, enabled: maybe}\nextra: {a: 1}\n")
     with pytest.raises(ConfigError) as error:
         load(
             Outer,
@@ -64,9 +68,9 @@ def test_every_problem_of_every_source_is_listed_at_once(tmp_path: Path) -> None
         "--set nonsense: expected section.key=value",
         "extra: unknown key (known here: path, kind, inner)",
         "inner.count: must be at most 10",
-        "inner.on: expected true or false",
+        "inner.enabled: expected true or false",
         "inner.ratio: expected a finite number",
-        "inner.ration: unknown key (known here: count, ratio, on, names, window)",
+        "inner.ration: unknown key (known here: count, ratio, enabled, names, window)",
         "inner.window: expected a whole number",
         "kind.deep: not a section",
         "kind: expected one of x, y",
@@ -78,8 +82,8 @@ def test_every_problem_of_every_source_is_listed_at_once(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("inner.on=off", Inner(on=False)),
-        ("inner.on=1", Inner(on=True)),
+        ("inner.enabled=off", Inner(enabled=False)),
+        ("inner.enabled=1", Inner(enabled=True)),
         ("inner.ratio=1e3", Inner(ratio=1000.0)),
         ("inner.names=a, b,c", Inner(names=("a", "b", "c"))),
         ("inner.names=[]", Inner(names=())),

@@ -16,7 +16,7 @@ from services.router.gateway.protocol import GatewayProtocol
 from shared.clock import CountingEntropy
 from tests.unit.gateway.scripted import ScriptedService
 
-LIMITS = GatewayLimits(max_body=64 << 10, body_timeout_s=0.3, stall_s=0.3)
+LIMITS = GatewayLimits(max_body=64 << 10, body_timeout_s=0.3, stall_s=0.1)
 
 
 @pytest_asyncio.fixture

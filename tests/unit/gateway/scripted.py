@@ -25,6 +25,7 @@ class ScriptedService:
 
     def __init__(self) -> None:
         self.requests: list[InferenceRequest] = []
+        self.began = asyncio.Event()
         self.aborted = asyncio.Queue[str]()
         self.fail_at: tuple[int, Exception] | None = None
         self.hold: asyncio.Event | None = None
@@ -33,6 +34,7 @@ class ScriptedService:
 
     async def generate(self, request: InferenceRequest) -> AsyncIterator[list[Output]]:
         self.requests.append(request)
+        self.began.set()
         finished = False
         try:
             for number, batch in enumerate(self._batches(request)):

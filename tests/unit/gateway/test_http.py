@@ -231,8 +231,7 @@ async def test_a_disconnect_aborts_the_request(
     if stream:
         await reader.readuntil(b"Hello")
     else:
-        while not service.requests:
-            await asyncio.sleep(0.001)
+        await service.began.wait()
     writer.close()
     assert await asyncio.wait_for(service.aborted.get(), 10) == "mine"
 
@@ -248,7 +247,7 @@ async def test_a_slow_answer_is_not_given_up(address: Address, service: Scripted
     service.hold = asyncio.Event()
     reader, writer = await open_stream(address)
     await reader.readuntil(b"Hello")
-    await asyncio.sleep(0.7)  # two stall periods in which there is nothing to write
+    await asyncio.sleep(0.25)  # more than two stall periods in which there is nothing to write
     service.hold.set()
     assert (await reader.read()).endswith(b"0\r\n\r\n")
     assert service.aborted.empty()

@@ -121,6 +121,7 @@ class ScriptedWorker:
         self.alive = True
         self.frozen = False
         self.draining = False
+        self.other_load = 0
         self.hook: Callable[[Event], bool | None] = lambda event: True
         self.put_error: TriptychError | None = None
         self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
@@ -178,7 +179,9 @@ class ScriptedWorker:
 
     def heartbeat(self) -> None:
         if self.alive and not self.frozen:
-            status = WorkerStatus(self.info.incarnation, num_running=len(self.jobs), draining=self.draining)
+            status = WorkerStatus(
+                self.info.incarnation, num_running=len(self.jobs) + self.other_load, draining=self.draining
+            )
             self._queue.put_nowait([Status(status)])
 
     def _flush(self) -> None:
@@ -251,7 +254,9 @@ class ScriptedWorker:
             self.emit(BlocksCommitted(request_id, handoff_id, 0, first, blocks))
         for choice in job.request.choices:
             self._sample(job, choice)
-        self.emit(HandoffReady(request_id, handoff_id, num_blocks, num_cached_tokens=4))
+        self.emit(
+            HandoffReady(request_id, handoff_id, num_blocks, num_cached_tokens=4 + job.request.num_emitted)
+        )
         self.jobs.pop(request_id, None)
 
     def _attach(self, command: Attach) -> None:

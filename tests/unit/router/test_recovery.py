@@ -134,6 +134,7 @@ async def test_a_continuation_is_a_longer_prompt_of_one_choice(make_cluster: Any
     request = ask_for(n=2)
     answer = await cluster.ask(request)
     cluster.check_exact(answer, request)
+    assert answer.usage.cached_tokens == 4  # what the first attempt found
     first, *later = [s.request for s in cluster.p0.got(Start)]
     assert first.choices == (0, 1) and sorted(r.choices for r in later) == [(0,), (1,)]
     for moved in later:
@@ -144,11 +145,16 @@ async def test_a_continuation_is_a_longer_prompt_of_one_choice(make_cluster: Any
     assert len({first.request_id, *(r.request_id for r in later)}) == 3
 
 
-async def test_a_producer_may_die_once_decode_has_its_own_token(make_cluster: Any) -> None:
+@pytest.mark.parametrize("index", [1, 3])
+async def test_a_producer_may_die_once_decode_has_read_from_it(make_cluster: Any, index: int) -> None:
     cluster = await make_cluster("pd")
-    cluster.d0.hook = lambda e: (
-        cluster.p0.kill() or True if isinstance(e, Tokens) and e.first_index == 3 else True
-    )
+
+    def hook(event: Event) -> bool:
+        if isinstance(event, Tokens) and event.first_index == index:
+            cluster.p0.kill()
+        return True
+
+    cluster.d0.hook = hook
     request = ask_for()
     cluster.check_exact(await cluster.ask(request), request)
     assert len(cluster.d0.got(Start)) == 1
@@ -193,6 +199,28 @@ async def test_pictures_are_encoded_again_for_a_continuation(
     kill_at(cluster.workers[victim], kind, count)
     request = picture_request(PNG, OTHER_PNG, n=2)
     cluster.check_exact(await cluster.ask(request), request, hashes_of(cluster))
+
+
+async def test_encoders_are_released_once_prefill_is_done(make_cluster: Any) -> None:
+    cluster = await make_cluster("epd")
+    cluster.d0.hook = lambda e: False
+    task = asyncio.create_task(cluster.consume(picture_request(PNG, deadline_s=5.0), Answer()))
+    await cluster.settle()
+    assert cluster.e0.got(Abort) and not cluster.e0.holds and cluster.p0.holds
+    await cluster.finish(task)
+
+
+async def test_what_a_released_producer_still_says_counts_for_nothing(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+
+    def hook(event: Event) -> bool:
+        if isinstance(event, Tokens) and event.first_index == 3:
+            cluster.p0.emit(Tokens(event.request_id, 0, 9, (97,)))
+        return True
+
+    cluster.d0.hook = hook
+    request = ask_for()
+    cluster.check_exact(await cluster.ask(request), request)
 
 
 async def test_several_pictures_go_to_several_encoders(make_cluster: Any) -> None:
@@ -350,9 +378,11 @@ async def test_a_retryable_failure_goes_elsewhere(make_cluster: Any) -> None:
         return True
 
     cluster.d0.hook = hook
+    cluster.d1.other_load = 5
+    await cluster.pass_time()
     request = ask_for()
     cluster.check_exact(await cluster.ask(request), request)
-    assert len(cluster.d1.got(Start)) == 1
+    assert len(cluster.d0.got(Start)) == len(cluster.d1.got(Start)) == 1
 
 
 async def test_failures_are_retried_only_so_often(make_cluster: Any) -> None:

@@ -25,7 +25,9 @@ def info(worker_id: str = "w0", incarnation: str = "i0", epoch: int = 0) -> Work
 
 
 def request(request_id: str = "r", num_tokens: int = 3) -> GenerationRequest:
-    return GenerationRequest(request_id, "m", tuple(range(num_tokens)), num_tokens, SamplingParams(max_tokens=4))
+    return GenerationRequest(
+        request_id, "m", tuple(range(num_tokens)), num_tokens, SamplingParams(max_tokens=4)
+    )
 
 
 class EchoWorker:

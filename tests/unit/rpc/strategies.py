@@ -150,7 +150,17 @@ def requests(draw: st.DrawFn) -> GenerationRequest:
 
 
 infos = st.builds(
-    worker.WorkerInfo, name, name, st.sampled_from(worker.KINDS), name, text, identities, agents, u32, u32, u32
+    worker.WorkerInfo,
+    name,
+    name,
+    st.sampled_from(worker.KINDS),
+    name,
+    text,
+    identities,
+    agents,
+    u32,
+    u32,
+    u32,
 )
 statuses = st.builds(worker.WorkerStatus, text, u32, u32, u32, u32, u32, u32, u32, u64, u64, st.booleans())
 
@@ -197,12 +207,8 @@ def tokens(draw: st.DrawFn) -> worker.Tokens:
 plain_tokens = st.builds(worker.Tokens, name, u32, u32, st.tuples(token))
 events = st.one_of(
     st.builds(worker.Reserved, name, u32, u32),
-    st.builds(
-        worker.BlocksCommitted, name, name, st.integers(0, 8), st.integers(0, 4096), tuples(blocks)
-    ),
-    st.builds(
-        worker.HandoffReady, name, text, st.integers(0, 4096), tuples(ec_params(), most=2), u32
-    ),
+    st.builds(worker.BlocksCommitted, name, name, st.integers(0, 8), st.integers(0, 4096), tuples(blocks)),
+    st.builds(worker.HandoffReady, name, text, st.integers(0, 4096), tuples(ec_params(), most=2), u32),
     tokens(),
     plain_tokens,
     plain_tokens,

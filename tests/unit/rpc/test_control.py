@@ -96,7 +96,9 @@ async def test_announcer_reports_the_highest_epoch_of_all_routers() -> None:
 
 async def test_announcer_finds_a_router_that_comes_late_and_comes_back(free_port: int) -> None:
     epochs: list[int] = []
-    announcer = Announcer([f"127.0.0.1:{free_port}"], lambda: info("w0", epoch=max(epochs, default=0)), epochs.append)
+    announcer = Announcer(
+        [f"127.0.0.1:{free_port}"], lambda: info("w0", epoch=max(epochs, default=0)), epochs.append
+    )
     announcer.start()
     for _ in range(2):
         router = Router()

@@ -46,7 +46,7 @@ PAIRS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-@settings(make.SETTINGS, max_examples=60)
+@settings(make.SETTINGS, max_examples=40)
 @given(data=st.data())
 def test_record_survives_the_wire(kind: str, data: st.DataObject) -> None:
     strategy, to_wire, from_wire = PAIRS[kind]
@@ -55,7 +55,7 @@ def test_record_survives_the_wire(kind: str, data: st.DataObject) -> None:
     assert from_wire(type(wire).FromString(wire.SerializeToString())) == value
 
 
-@settings(make.SETTINGS, max_examples=100)
+@settings(make.SETTINGS, max_examples=60)
 @given(st.lists(make.events, max_size=12))
 def test_events_keep_their_order_and_content(events: list[Event]) -> None:
     message = worker_pb2.WorkerStreamResponse(events=convert_events.events_to_wire(events))

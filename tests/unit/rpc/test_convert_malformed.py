@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -132,9 +133,7 @@ def test_the_sound_agent_is_sound() -> None:
         agent(num_blocks=[2, 2]),
         common.AgentInfo(worker_id="w"),
         common.AgentInfo(worker_id="w", incarnation="i", endpoints=[common.Endpoint()] * 17),
-        common.AgentInfo(
-            worker_id="w", incarnation="i", endpoints=[common.Endpoint(metadata=b"x" * 70_000)]
-        ),
+        common.AgentInfo(worker_id="w", incarnation="i", endpoints=[common.Endpoint(metadata=b"x" * 70_000)]),
         common.AgentInfo(worker_id="w", incarnation="i", layout=common.LayoutSpec()),
         common.AgentInfo(
             worker_id="w",
@@ -276,7 +275,7 @@ FUZZED: list[tuple[Any, Any, Callable[[Any], Any], type[Any]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(FUZZED)))
-@settings(make.SETTINGS, max_examples=150)
+@settings(make.SETTINGS, max_examples=80)
 @given(data=st.data())
 def test_damaged_bytes_are_read_or_refused_but_nothing_else_happens(case: int, data: st.DataObject) -> None:
     strategy, to_wire, from_wire, message = FUZZED[case]
@@ -284,7 +283,5 @@ def test_damaged_bytes_are_read_or_refused_but_nothing_else_happens(case: int, d
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(raw)))
         raw[at : at + 1] = data.draw(st.binary(max_size=3))
-    try:
+    with suppress(DecodeError, InvalidRequest):
         from_wire(message.FromString(bytes(raw)))
-    except (DecodeError, InvalidRequest):
-        pass

@@ -139,6 +139,10 @@ async def test_a_malformed_request_is_refused_there() -> None:
     service = Scripted()
     async with serving(InferenceServicer(service)) as address, open_channel(address) as channel:
         with pytest.raises(InvalidRequest) as refused, typed_errors():
-            await inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(model="m")).read()
+            await (
+                inference_pb2_grpc.InferenceServiceStub(channel)
+                .Generate(pb.GenerateRequest(model="m"))
+                .read()
+            )
     assert refused.value.param == "input"
     assert service.seen == []

@@ -82,7 +82,9 @@ async def test_texts_that_fit_no_header_arrive_cut_and_whole() -> None:
     async with serving(Failing(InvalidRequest("m" * 5000, param="pä\r\nram%" + "x" * 500))) as address:
         for error in await raised(address):
             assert error.message == "m" * 1000
-            assert error.param is not None and error.param.startswith("pä\r\nram%") and len(error.param) == 200
+            assert (
+                error.param is not None and error.param.startswith("pä\r\nram%") and len(error.param) == 200
+            )
 
 
 async def test_an_unknown_exception_tells_the_client_nothing_and_the_log_everything(
@@ -105,11 +107,11 @@ async def test_malformed_bytes_are_an_invalid_request() -> None:
 
 
 async def test_a_message_over_the_cap_is_refused() -> None:
-    async with serving(Failing(InternalError("x")), max_message_bytes=1 << 16) as address:
-        async with open_channel(address) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            with pytest.raises(RequestTooLarge), typed_errors():
-                await stub.TokenText(pb.TokenTextRequest(model="m" * (1 << 17)))
+    small = serving(Failing(InternalError("x")), max_message_bytes=1 << 16)
+    async with small as address, open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(RequestTooLarge), typed_errors():
+            await stub.TokenText(pb.TokenTextRequest(model="m" * (1 << 17)))
 
 
 async def test_a_peer_that_is_not_there_is_lost_and_unnamed(free_port: int) -> None:

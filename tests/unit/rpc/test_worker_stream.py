@@ -243,12 +243,11 @@ async def test_a_malformed_command_fails_its_request_alone() -> None:
     worker = EchoWorker()
     unsound = command_to_wire(Start(request("bad"), PREFILL))
     unsound.start.request.ClearField("choices")
-    commands = [unsound, command_to_wire(Abort("good"))]
-    async with serving(WorkerServicer(worker)) as address:
-        async with raw_stream(address, HELLO, pb.WorkerStreamRequest(commands=commands)) as call:
-            await call.read()
-            answer = await call.read()
-            await worker.until(lambda: bool(worker.commands))
+    message = pb.WorkerStreamRequest(commands=[unsound, command_to_wire(Abort("good"))])
+    async with serving(WorkerServicer(worker)) as address, raw_stream(address, HELLO, message) as call:
+        await call.read()
+        answer = await call.read()
+        await worker.until(lambda: bool(worker.commands))
     assert worker.commands == [Abort("good")]
     assert answer.events[0].failed.request_id == "bad"
     assert answer.events[0].failed.code == "invalid_value"
@@ -281,3 +280,30 @@ async def test_status_is_told_outside_the_stream() -> None:
         told, status = await client.status()
     assert told == INFO
     assert status == worker.status()
+
+
+async def test_a_vanished_router_is_detached_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    worker = EchoWorker()
+    async with serving(WorkerServicer(worker)) as address:
+        client = WorkerClient(address, "router", 1)
+        await client.connect()
+        await client._channel.close(None)  # no goodbye on the stream
+        await worker.until(lambda: worker.left == ["router"])
+        worker.emit(Released("r"))
+        await client.close()
+    assert worker.subscribers == []
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_events_after_the_loop_has_closed_are_dropped() -> None:
+    """An engine may outlive the event loop by a few steps."""
+    loop = asyncio.new_event_loop()
+
+    async def make() -> worker_stream._Outbox:
+        return worker_stream._Outbox("router", 1)
+
+    outbox = await asyncio.to_thread(loop.run_until_complete, make())
+    loop.close()
+    outbox.put([Released("r")])
+    outbox.put([Released("r")])
+    assert outbox.closed

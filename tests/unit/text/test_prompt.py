@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidRequest
+from shared.errors import ContextLengthExceeded, InvalidRequest
 from shared.text.chat_template import ChatTemplate
 from shared.text.prompt import MediaSlot, check_prompt_ids, encode_prompt, render_chat
 from shared.text.tokenizer import Tokenizer
@@ -173,3 +173,15 @@ def test_raw_prompts_mean_special_tokens_but_no_placeholders(chatml: Tokenizer) 
     with pytest.raises(InvalidRequest):
         check_prompt_ids([5, IMAGE], image_token_id=IMAGE)
     assert check_prompt_ids([5, IMAGE]) == (5, IMAGE)
+
+
+def test_text_that_no_tokens_could_fit_is_refused_before_encoding(chatml: Tokenizer) -> None:
+    longest = chatml.max_token_bytes
+    assert longest is not None
+    fits = "a" * (3 * longest)
+    assert encode_prompt(fits, chatml, max_model_len=3)
+    assert render_chat([user(fits)], chatml, max_model_len=3)
+    with pytest.raises(ContextLengthExceeded):
+        encode_prompt(fits + "a", chatml, max_model_len=3)
+    with pytest.raises(ContextLengthExceeded):
+        render_chat([user(fits, "a")], chatml, max_model_len=3)

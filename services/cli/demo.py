@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show_processes(console: Console, deployment: Deployment) -> None:
     names = [f"{name} (pid {pid})" for name, pid in deployment.pids().items()]
-    console.print(f"{len(names)} processes: {', '.join(names)}\n")
+    console.print(f"{len(names)} processes: {', '.join(names)}\n", soft_wrap=True)
 
 
 def show(console: Console, deployment: Deployment, collector: SpanCollector) -> list[str]:

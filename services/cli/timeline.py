@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rich import box
 from rich.table import Table
 
 Attribute = str | int | float | bool
 
 PHASES = {
-    "request": "gateway and router",
+    "request": "gateway, router",
     "encode": "encode",
     "embedding.transfer": "embedding transfer",
     "prefill": "prefill",
@@ -92,12 +93,17 @@ def problems(trace: Sequence[SpanRecord], expected: Expected) -> list[str]:
     return found
 
 
-def render(trace: Sequence[SpanRecord], width: int = 32) -> Table:
+def render(trace: Sequence[SpanRecord], width: int = 14) -> Table:
     """Phases in order of their start, with a bar on the request's own time."""
-    table = Table(title="Timeline of the picture request", title_justify="left", header_style="bold")
-    for name in ("phase", "pid", "from ms", "ms", "bytes"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
-    table.add_column("", justify="left")
+    table = Table(
+        title="Timeline of the picture request",
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in ("phase", "pid", "from ms", "ms", "bytes", ""):
+        table.add_column(name, justify="right" if name not in {"phase", ""} else "left", no_wrap=True)
     origin = min((span.start_ns for span in trace), default=0)
     total = max((span.end_ns - origin for span in trace), default=0) or 1
     for span in trace:

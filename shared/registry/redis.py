@@ -56,16 +56,19 @@ log = get_logger(__name__)
 
 
 class RedisRegistry(Registry):
-    """Every call takes at most ``CALL_TIMEOUT_S``; entries expire by the clock of Redis."""
+    """Every call takes at most ``timeout_s``; entries expire by the clock of Redis."""
 
-    def __init__(self, url: str, ttl_s: float, *, prefix: str = "triptych") -> None:
+    def __init__(
+        self, url: str, ttl_s: float, *, prefix: str = "triptych", timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
         """Connects on first use. Raises ValueError on a malformed ``url``."""
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._prefix = prefix
+        self._timeout_s = timeout_s
         self._redis: Redis = Redis.from_url(
             url,
-            socket_timeout=CALL_TIMEOUT_S,
-            socket_connect_timeout=CALL_TIMEOUT_S,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             decode_responses=False,
         )
@@ -80,7 +83,7 @@ class RedisRegistry(Registry):
         await self._eval(_WITHDRAW, self._keys(worker_id, incarnation), (worker_id,))
 
     async def workers(self) -> list[WorkerInfo]:
-        async with _bounded():
+        async with _bounded(self._timeout_s):
             members: Any = await self._redis.srandmember(self._key("workers"), MAX_WORKERS)
             ids = sorted(_texts(members))
             if not ids:
@@ -112,14 +115,14 @@ class RedisRegistry(Registry):
         )
 
     async def _eval(self, script: str, keys: Sequence[str], args: Sequence[str | int | bytes]) -> Any:
-        async with _bounded():
+        async with _bounded(self._timeout_s):
             return await self._redis.eval(script, len(keys), *keys, *args)
 
 
 @asynccontextmanager
-async def _bounded() -> AsyncIterator[None]:
+async def _bounded(timeout_s: float) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(CALL_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             yield
     except (RedisError, OSError, TimeoutError) as error:
         raise RegistryUnavailable(type(error).__name__) from error

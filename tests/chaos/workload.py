@@ -68,7 +68,8 @@ class Workload:
             if rng.random() < 0.15:
                 fields["min_p"] = 0.05
         if rng.random() < 0.25:
-            fields |= {"presence_penalty": rng.choice((-0.5, 1.0)), "frequency_penalty": rng.choice((0.0, 0.5))}
+            fields["presence_penalty"] = rng.choice((-0.5, 1.0))
+            fields["frequency_penalty"] = rng.choice((0.0, 0.5))
         if rng.random() < 0.2:
             fields["repetition_penalty"] = rng.choice((0.9, 1.2))
         if rng.random() < 0.3:

@@ -49,8 +49,9 @@ class RedisHarness:
         self.url = url
         self.ttl_s = ttl_s
 
-    def open(self) -> RedisRegistry:
-        return RedisRegistry(self.url, self.ttl_s, prefix="test")
+    def open(self, timeout_s: float = 30.0) -> RedisRegistry:
+        """With a deadline that a busy machine keeps; the shipped one is for the tests of it."""
+        return RedisRegistry(self.url, self.ttl_s, prefix="test", timeout_s=timeout_s)
 
     async def expire(self) -> None:
         """Redis counts whole milliseconds: make every entry's time one of them, and see it gone."""

@@ -84,5 +84,5 @@ def test_the_table_shows_phases_processes_times_and_bytes() -> None:
     console.print(render(picture_trace(trace())))
     console.file.close()
     lines = console.export_text()
-    for text in ("gateway and router", "encode", "embedding transfer", "KV transfer", "5,000", "12.0"):
+    for text in ("gateway, router", "encode", "embedding transfer", "KV transfer", "5,000", "12.0"):
         assert text in lines

@@ -167,9 +167,12 @@ def _missing(client: httpx.Client, deployment: Deployment, topology: Topology) -
 
 def _unannounced(samples: Samples, topology: Topology) -> list[str]:
     """Kinds to which the router has fewer streams than workers were started."""
-    wanted = {"encoder": topology.encoders, "prefill": topology.prefills, "decode": topology.decodes}
-    counts = {kind: int(samples.value("triptych_workers", kind=kind)) for kind in wanted}
-    return [f"{kind} ({counts[kind]}/{number})" for kind, number in wanted.items() if counts[kind] < number]
+    counts = {kind: int(samples.value("triptych_workers", kind=kind)) for kind in topology.phases}
+    return [
+        f"{kind} ({counts[kind]}/{number})"
+        for kind, number in topology.phases.items()
+        if counts[kind] < number
+    ]
 
 
 def _answers(client: httpx.Client, url: str) -> bool:

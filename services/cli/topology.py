@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from shared.config.convert import build
 from shared.config.load import dump
@@ -17,6 +18,7 @@ from shared.config.services import (
     HttpConfig,
     ModelConfig,
     RouterConfig,
+    RoutingConfig,
     RuntimeConfig,
     ServerConfig,
     StoreConfig,
@@ -60,6 +62,11 @@ class Topology:
     def num_workers(self) -> int:
         """Processes that announce themselves to the router."""
         return self.encoders + self.prefills + self.decodes + self.kv_stores
+
+    @property
+    def phases(self) -> dict[Literal["encoder", "prefill", "decode"], int]:
+        """How many workers of each kind that serves a phase, none included."""
+        return {"encoder": self.encoders, "prefill": self.prefills, "decode": self.decodes}
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,7 @@ def plan(
         model=options.model,
         http=HttpConfig(host=HOST, port=ports.http),
         server=ServerConfig(host=HOST, port=ports.grpc, metrics_host=HOST, metrics_port=ports.metrics),
+        routing=RoutingConfig(phases=tuple(kind for kind, count in topology.phases.items() if count)),
         telemetry=telemetry,
     )
     routers = (f"{HOST}:{ports.grpc}",)
@@ -149,16 +157,12 @@ def plan(
         )
         specs.append(ProcessSpec("kv-store-0", "kv_store", store))
         store_address = specs[-1].grpc_address
-    for kind, count in (
-        ("encoder", topology.encoders),
-        ("prefill", topology.prefills),
-        ("decode", topology.decodes),
-    ):
+    for kind, count in topology.phases.items():
         for index in range(count):
             worker = WorkerConfig(
                 model=options.model,
                 worker_id=f"{kind}-{index}",
-                kind=kind,  # type: ignore[arg-type]
+                kind=kind,
                 routers=routers,
                 kv_store="" if kind == "encoder" else store_address,
                 server=_internal_server(internal_ports),

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 
 import uvicorn
 import uvloop
@@ -37,7 +37,7 @@ from shared.telemetry.http import MetricsServer
 from shared.telemetry.logs import configure, get_logger
 from shared.telemetry.tracing import Tracer, build_tracer
 
-log = get_logger(__name__)
+log = get_logger("services.router")
 
 #: How long connections get to close once nothing runs any more.
 GRACE_S = 2
@@ -99,7 +99,9 @@ async def _serve(config: RouterConfig) -> None:
         )
         await stopping.wait()
         await rpc.set_serving(False)
-        await dispatcher.drain(config.runtime.drain_s)
+        with suppress(TimeoutError):  # a client that does not read must not hold the process up
+            async with asyncio.timeout(config.runtime.drain_s + GRACE_S):
+                await dispatcher.drain(config.runtime.drain_s)
 
 
 def _dispatcher(config: RouterConfig, clock: Clock, tracer: Tracer) -> Dispatcher:

@@ -66,6 +66,9 @@ class Dispatcher:
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
         self._renew_at = clock.now()
         self._flights: set[Flight] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._drain_by = float("inf")
         self._attempts: dict[str, Attempt] = {}
         self._waiting: dict[str, Attempt] = {}
         self._handlers: dict[type, Callable[[Attempt, Worker, Any], None]] = {
@@ -84,7 +87,7 @@ class Dispatcher:
     async def generate(self, request: InferenceRequest) -> AsyncIterator[list[Output]]:
         received = self._clock.now()
         span = self._tracer.span("request", request.traceparent, {"model": request.model, "n": request.n})
-        probe = RequestProbe(self._clock, span, received, max(request.n, 1))
+        probe = RequestProbe(self._clock, span, received)
         deadline = received + (request.deadline_s or self._limits.default_deadline_s)
         try:
             model = self._intake.check(request)
@@ -93,6 +96,7 @@ class Dispatcher:
                 order = await self._intake.render(model, request, probe)
                 flight = Flight(self, self._routing, order, deadline, probe)
                 self._flights.add(flight)
+                self._idle.clear()
                 try:
                     flight.start()
                     while outputs := await flight.next_outputs():
@@ -100,6 +104,8 @@ class Dispatcher:
                 finally:
                     flight.close()
                     self._flights.discard(flight)
+                    if not self._flights:
+                        self._idle.set()
             finally:
                 self.admission.leave()
         except TriptychError as error:
@@ -119,10 +125,10 @@ class Dispatcher:
             return False
         kinds = {(w.info.model, w.info.kind) for w in self.workers.usable().values()}
         return all(
-            (m.name, "prefill") in kinds
-            and (m.name, "decode") in kinds
-            and (not m.vision or (m.name, "encoder") in kinds)
+            (m.name, phase) in kinds
             for m in self._intake.models
+            for phase in self._routing.phases
+            if m.vision or phase != "encoder"
         )
 
     # Periodic work and shutdown.
@@ -144,21 +150,19 @@ class Dispatcher:
         for flight in list(self._flights):
             if flight.deadline <= now:
                 flight.fail(DeadlineExceeded("the request's deadline has passed"))
+            elif self._drain_by <= now:
+                flight.fail(Overloaded("the server is shutting down"))
         self._place_waiting()
         if now >= self._renew_at:
             self._renew_at = now + self._renew_every_s
             self._renew()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let nobody in; wait for the running requests, then end the rest with a typed error."""
+        """Let nobody in; returns once the running requests are over. Those that are not after
+        ``timeout_s`` end with a typed error at the next tick."""
         self.admission.drain()
-        give_up_at = self._clock.now() + timeout_s
-        while self._flights and self._clock.now() < give_up_at:
-            await asyncio.sleep(TICK_S / 2)
-        for flight in list(self._flights):
-            flight.fail(Overloaded("the server is shutting down"))
-        while self._flights and self._clock.now() < give_up_at + TICK_S * 10:
-            await asyncio.sleep(TICK_S / 2)
+        self._drain_by = self._clock.now() + timeout_s
+        await self._idle.wait()
 
     def census(self) -> dict[str, int]:
         """How many entries each map holds; all zero at rest."""

@@ -11,11 +11,11 @@ from shared.telemetry.tracing import Span
 class RequestProbe:
     """``received`` in clock seconds: when the request came in, before admission."""
 
-    def __init__(self, clock: Clock, span: Span, received: float, num_choices: int) -> None:
+    def __init__(self, clock: Clock, span: Span, received: float) -> None:
         self._clock = clock
         self._span = span
         self._received = received
-        self._last = [0.0] * num_choices
+        self._last: dict[int, float] = {}
         self._ended = False
 
     @property
@@ -31,10 +31,10 @@ class RequestProbe:
     def tokens(self, choice: int) -> None:
         """New tokens of a choice are on their way to the client."""
         now = self._clock.now()
-        last = self._last[choice]
-        if last:
+        last = self._last.get(choice)
+        if last is not None:
             metrics.ITL.observe(now - last)
-        elif not any(self._last):
+        elif not self._last:
             metrics.TTFT.observe(now - self._received)
             self._span.set("ttft_ms", (now - self._received) * 1e3)
         self._last[choice] = now

@@ -122,8 +122,13 @@ class LimitsConfig:
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How workers are watched and requests recovered. ``recovery`` off = a lost worker ends them."""
+    """How workers are watched and requests recovered. ``recovery`` off = a lost worker ends them.
 
+    ``phases``: the kinds of workers without which the router does not call itself ready (an encoder only
+    for models that see). One kind fewer is a deployment that serves without it.
+    """
+
+    phases: tuple[Literal["encoder", "prefill", "decode"], ...] = ("encoder", "prefill", "decode")
     recovery: bool = True
     recovery_limit: int = ranged(8, 0, 1000)
     crash_limit: int = ranged(3, 1, 1000)

@@ -100,51 +100,42 @@ def build_token_engine(
     num_blocks = num_blocks_for(config.kv, spec)
     arenas = make_arenas(spec, num_blocks, config.encoder, backend.row_bytes, environment.incarnation)
     hasher = BlockHasher(backend.identity, spec.block_size)
-    kv_arena, ec_arena = arenas["kv"], arenas["ec"]
     kv = KVCacheManager(
         spec,
         [num_blocks] * len(spec.groups),
         hasher,
-        [kv_arena.generations(group) for group in range(len(spec.groups))],
+        [arenas["kv"].generations(group) for group in range(len(spec.groups))],
         prefix_caching=config.kv.prefix_caching,
     )
-    ec_pool = BlockPool(ec_arena.info.num_blocks[0], ec_arena.generations(0))
-    max_model_len = min(config.scheduler.max_model_len or backend.max_model_len, backend.max_model_len)
-    limits = SchedulerLimits(
-        config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs, max_model_len
-    )
-    scheduler = Scheduler(limits, kv, backend.eos_token_ids)
+    limits = _limits(config, backend)
     inbox, outbox = Inbox(), Outbox()
     desk = PullDesk(inbox)
-    leases = LeaseTable(environment.clock, config.transfer.lease_s)
-    deadline_s, tracer = config.transfer.deadline_s, environment.tracer
-    store: StoreLink = StoreLink()
-    if store_calls is not None:
-        store = RemoteStoreLink(
-            store_calls,
-            kv,
-            hasher,
-            desk,
-            inbox,
-            deadline_s=deadline_s,
-            min_blocks=MIN_STORE_BLOCKS,
-            max_offered_blocks=MAX_OFFERED_BLOCKS,
-        )
+    deadline_s = config.transfer.deadline_s
+    ec_pool = BlockPool(arenas["ec"].info.num_blocks[0], arenas["ec"].generations(0))
     parts = EngineParts(
         model=backend.identity.model,
-        max_model_len=max_model_len,
-        scheduler=scheduler,
+        max_model_len=limits.max_model_len,
+        scheduler=Scheduler(limits, kv, backend.eos_token_ids),
         kv=kv,
         desk=desk,
-        outflow=Outflow(kv, leases, outbox.emit, environment.failpoints),
-        embeddings=Embeddings(
-            EncoderCache(ec_pool, config.encoder.rows_per_block), desk, tracer, deadline_s, backend.row_bytes
+        outflow=Outflow(
+            kv,
+            LeaseTable(environment.clock, config.transfer.lease_s),
+            outbox.emit,
+            environment.failpoints,
         ),
-        store=store,
-        spans=RequestSpans(tracer),
-        clock=environment.clock,
+        embeddings=Embeddings(
+            EncoderCache(ec_pool, config.encoder.rows_per_block),
+            desk,
+            environment.tracer,
+            deadline_s,
+            backend.row_bytes,
+        ),
+        store=_store_link(store_calls, kv, hasher, desk, inbox, deadline_s),
+        spans=RequestSpans(environment.tracer),
         entropy=environment.entropy,
         failpoints=environment.failpoints,
+        spoil=lambda group, block_id: _flip_byte(arenas["kv"], group, block_id),
         inbox=inbox,
         outbox=outbox,
         incarnation=environment.incarnation,
@@ -152,10 +143,45 @@ def build_token_engine(
 
     def make_intake(core: EngineCore) -> Intake:
         return Intake(
-            kv, desk, outbox.emit, environment.clock, tracer, deadline_s, core.arrived, core.lost
+            kv, desk, outbox.emit, environment.tracer, deadline_s, arrived=core.arrived, lost=core.lost
         )
 
     core = EngineCore(parts, make_intake)
     runner = backend.runner(spec, runner_memory(arenas, config.encoder.rows_per_block), limits)
-    loop = EngineLoop(core, scheduler, runner, inbox, outbox, environment.clock, fatal)
+    loop = EngineLoop(core, parts.scheduler, runner, inbox, outbox, environment.clock, fatal)
     return TokenEngine(core, loop, desk, arenas)
+
+
+def _limits(config: WorkerConfig, backend: Backend) -> SchedulerLimits:
+    longest = backend.max_model_len
+    return SchedulerLimits(
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=min(config.scheduler.max_model_len or longest, longest),
+    )
+
+
+def _store_link(
+    calls: StoreCalls | None,
+    kv: KVCacheManager,
+    hasher: BlockHasher,
+    desk: PullDesk,
+    inbox: Inbox,
+    deadline_s: float,
+) -> StoreLink:
+    if calls is None:
+        return StoreLink()
+    return RemoteStoreLink(
+        calls,
+        kv,
+        hasher,
+        desk,
+        inbox,
+        deadline_s=deadline_s,
+        min_blocks=MIN_STORE_BLOCKS,
+        max_offered_blocks=MAX_OFFERED_BLOCKS,
+    )
+
+
+def _flip_byte(arena: Arena, group: int, block_id: int) -> None:
+    arena.block(group, block_id)[0] ^= 0xFF

@@ -132,4 +132,6 @@ def build_encoder_engine(
         incarnation=environment.incarnation,
     )
     core = EncoderCore(parts)
-    return EncoderEngine(core, EncoderLoop(core, runner, inbox, outbox, environment.clock, fatal), inbox, arenas)
+    return EncoderEngine(
+        core, EncoderLoop(core, runner, inbox, outbox, environment.clock, fatal), inbox, arenas
+    )

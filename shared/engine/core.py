@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.clock import Clock, Entropy
+from shared.clock import Entropy
 from shared.engine.desk import PullDesk
 from shared.engine.embeddings import Embeddings
 from shared.engine.inbox import Inbox, Outbox
 from shared.engine.intake import Intake
 from shared.engine.live import LiveRequest, sequences_of
+from shared.engine.observe import observe_prompt
 from shared.engine.outflow import Outflow
 from shared.engine.spans import RequestSpans
 from shared.engine.store_link import StoreLink
 from shared.failpoints import Failpoints
-from shared.kv_cache.manager import KVCacheManager
+from shared.kv_cache.manager import CommittedBlock, KVCacheManager
 from shared.scheduler.scheduler import Outcome, Scheduler
 from shared.scheduler.sequence import Sequence
 from shared.step import MediaRows
+from shared.telemetry import metrics
 from shared.types.request import GenerationRequest
 from shared.types.worker import (
     DECODE,
@@ -45,7 +47,8 @@ from shared.types.worker import (
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the composition root puts together. ``max_model_len`` in tokens."""
+    """What the composition root puts together. ``max_model_len`` in tokens. ``spoil`` flips a byte of the
+    block (group, id) in memory; only a failpoint calls it."""
 
     model: str
     max_model_len: int
@@ -56,9 +59,9 @@ class EngineParts:
     embeddings: Embeddings
     store: StoreLink
     spans: RequestSpans
-    clock: Clock
     entropy: Entropy
     failpoints: Failpoints
+    spoil: Callable[[int, int], None]
     inbox: Inbox
     outbox: Outbox
     incarnation: str
@@ -141,7 +144,7 @@ class EngineCore:
                 self._fail_live(live, outcome.failed)
                 continue
             if outcome.committed:
-                self._p.failpoints.hit("commit.after_checksum")
+                self._after_checksum(outcome.committed[-1])
                 self._p.store.offer(outcome.committed)
             if live.mode == PREFILL and outcome.sequence is live.parent:
                 self._announce(live, outcome)
@@ -254,6 +257,12 @@ class EngineCore:
 
     # -- outcomes -----------------------------------------------------------------------------
 
+    def _after_checksum(self, block: CommittedBlock) -> None:
+        """Where a byte may change behind the checksum's back, when a test says so."""
+        self._p.failpoints.hit("commit.after_checksum")
+        if self._p.failpoints.armed("commit.after_checksum", "flip"):
+            self._p.spoil(block.group, block.block_id)
+
     def _announce(self, live: LiveRequest, outcome: Outcome) -> None:
         spec = self._p.kv.spec
         num_blocks = outcome.num_computed // spec.block_size
@@ -267,6 +276,8 @@ class EngineCore:
         if token_id is None:
             return
         first = sequence.num_sampled == 1
+        if first and sequence.mode != DECODE:
+            observe_prompt(sequence)
         self._emit(
             Tokens(
                 sequence.request.request_id,
@@ -305,6 +316,8 @@ class EngineCore:
 
     def _fail_live(self, live: LiveRequest, why: str) -> None:
         code = "numerical_error" if why == "numerical" else "overloaded"
+        if why == "numerical":
+            metrics.NUMERICAL_FAILURES.inc()
         self._stop(live, tuple(live.sequences))
         self._emit(Failed(live.request_id, code, f"the request could not go on here ({why})", True))
 

@@ -50,9 +50,7 @@ class PullDesk:
         self._next += 1
         return f"pull-{self._next}"
 
-    def pull(
-        self, pull: Pull, done: Callable[[PullOutcome], None], settled: Callable[[], None]
-    ) -> None:
+    def pull(self, pull: Pull, done: Callable[[PullOutcome], None], settled: Callable[[], None]) -> None:
         """Start a pull. ``done`` is called once with the outcome; ``settled`` once afterwards, when
         the destination is certainly written no more (at once for a terminal outcome)."""
         self._done[pull.pull_id] = done

@@ -240,6 +240,4 @@ def _epoch_setter(host: Host) -> Callable[[int], None]:
 
 
 def _tracer(kind: str, worker_id: str, config: TelemetryConfig) -> Tracer:
-    return build_tracer(
-        kind, config.otlp_endpoint, pid=os.getpid(), attributes={"worker.id": worker_id}
-    )
+    return build_tracer(kind, config.otlp_endpoint, pid=os.getpid(), attributes={"worker.id": worker_id})

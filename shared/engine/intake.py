@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared.clock import Clock
 from shared.engine.desk import PullDesk
 from shared.engine.landing import Landing
 from shared.engine.observe import observe_pull
@@ -30,7 +29,6 @@ class Receiving:
     request: GenerationRequest
     key: str
     span: Span
-    started: float
     landing: Landing | None = None
     attached: list[Attach] = field(default_factory=list)
     resume: Resume | None = None
@@ -51,16 +49,15 @@ class Intake:
         kv: KVCacheManager,
         desk: PullDesk,
         emit: Callable[[Event], None],
-        clock: Clock,
         tracer: Tracer,
         deadline_s: float,
+        *,
         arrived: Callable[[GenerationRequest, dict[int, Sequence]], None],
         lost: Callable[[GenerationRequest, str], None],
     ) -> None:
         self._kv = kv
         self._desk = desk
         self._emit = emit
-        self._clock = clock
         self._tracer = tracer
         self._deadline_s = deadline_s
         self._arrived = arrived
@@ -76,7 +73,7 @@ class Intake:
     def start(self, request: GenerationRequest) -> None:
         """Reserve blocks for the whole prompt, now or as soon as there are enough."""
         span = self._tracer.span("kv.transfer", parent=request.traceparent)
-        receiving = Receiving(request, f"{request.request_id}/in", span, self._clock.now())
+        receiving = Receiving(request, f"{request.request_id}/in", span)
         self._receiving[request.request_id] = receiving
         self._unreserved.append(receiving)
         self.retry()
@@ -173,6 +170,11 @@ class Intake:
             self._drop(receiving)
             self._lost(request, "no blocks left to receive into")
             return
+        if self._num_computed(receiving, landing) < media_end(request):
+            # We hold no embeddings, so what is missing cannot be computed here.
+            self._drop(receiving)
+            self._lost(request, "blocks of the media did not arrive")
+            return
         sequences = self._commit(receiving, landing, receiving.resume)
         self._release_producer(receiving)
         del self._receiving[request.request_id]
@@ -182,12 +184,15 @@ class Intake:
         receiving.span.end()
         self._arrived(request, sequences)
 
+    def _num_computed(self, receiving: Receiving, landing: Landing) -> int:
+        """Tokens of the prompt whose KV is here and verified."""
+        spec, num_tokens = self._kv.spec, len(receiving.request.token_ids)
+        return min(landing.num_valid(spec.num_blocks_for(num_tokens)) * spec.block_size, num_tokens)
+
     def _commit(self, receiving: Receiving, landing: Landing, resume: Resume) -> dict[int, Sequence]:
         """Publish what landed, then fork one sequence a choice off it."""
         request, spec = receiving.request, self._kv.spec
-        num_tokens = len(request.token_ids)
-        num_valid = landing.num_valid(spec.num_blocks_for(num_tokens))
-        num_computed = min(num_valid * spec.block_size, num_tokens)
+        num_computed = self._num_computed(receiving, landing)
         # The tail will be filled by us, so its producer's checksum ends here.
         full = num_computed // spec.block_size
         self._kv.commit(receiving.key, full * spec.block_size, landing.checksums(full))
@@ -219,3 +224,8 @@ class Intake:
         if receiving.landing is not None:
             receiving.landing.close()
         receiving.span.end()
+
+
+def media_end(request: GenerationRequest) -> int:
+    """Where the last placeholder position ends; 0 without media. The KV before it takes embeddings."""
+    return max((item.offset + item.num_tokens for item in request.media), default=0)

@@ -9,21 +9,29 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from shared.clock import Clock
 from shared.engine.core import EngineCore
 from shared.engine.inbox import Inbox, Outbox
-from shared.engine.observe import observe_status
+from shared.engine.observe import observe_status, observe_step
 from shared.runner.base import PendingStep, Runner
 from shared.scheduler.plan_builder import ScheduledStep
 from shared.scheduler.scheduler import Scheduler
-from shared.telemetry import metrics
 from shared.types.worker import Status
 
 #: How often Status goes out, and the longest sleep of an idle engine.
 STATUS_INTERVAL_S = 0.5
 
 log = logging.getLogger(__name__)
+
+
+class _Flying(NamedTuple):
+    """A step on the device since ``launched``, in seconds of the injected clock."""
+
+    step: ScheduledStep
+    pending: PendingStep
+    launched: float
 
 
 class EngineLoop:
@@ -72,14 +80,14 @@ class EngineLoop:
             self._fatal(error)
 
     def _run(self) -> None:
-        flying: tuple[ScheduledStep, PendingStep] | None = None
+        flying: _Flying | None = None
         while flying or not self._stopping.is_set():
             self._inbox.run()
             self._core.tick()
             step = self._scheduler.schedule()
-            launched = (step, self._runner.execute(step.plan)) if step else None
+            launched = _Flying(step, self._runner.execute(step.plan), self._clock.now()) if step else None
             if flying:
-                self._finish(*flying)
+                self._finish(flying)
             self._report()
             self._outbox.flush()
             # What came home may have made room for more, so look again before going to sleep.
@@ -87,11 +95,11 @@ class EngineLoop:
                 self._inbox.wait(STATUS_INTERVAL_S)
             flying = launched
 
-    def _finish(self, step: ScheduledStep, pending: PendingStep) -> None:
-        outcomes = self._scheduler.update(step, pending.result())
+    def _finish(self, flying: _Flying) -> None:
+        result = flying.pending.result()
+        observe_step(flying.step, self._clock.now() - flying.launched)
         self._core.num_steps += 1
-        metrics.STEPS.inc()
-        self._core.on_outcomes(outcomes)
+        self._core.on_outcomes(self._scheduler.update(flying.step, result))
 
     def _report(self) -> None:
         if self._clock.now() < self._next_status:

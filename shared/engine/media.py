@@ -34,14 +34,10 @@ class RawMedia:
 class PixelMedia:
     """Pictures decoded and resized in disposable child processes, driven from ``event_loop``."""
 
-    def __init__(
-        self, model_dir: Path, config: EncoderConfig, event_loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, model_dir: Path, config: EncoderConfig, event_loop: asyncio.AbstractEventLoop) -> None:
         self._processor = load_processor(model_dir)
         self._limits = ImageLimits(max_bytes=config.max_media_bytes, max_pixels=config.max_pixels)
-        self._decoder = MediaDecoder(
-            num_processes=config.num_decoders, timeout_s=config.decode_timeout_s
-        )
+        self._decoder = MediaDecoder(num_processes=config.num_decoders, timeout_s=config.decode_timeout_s)
         self._event_loop = event_loop
 
     def prepare(self, data: bytes, done: Done) -> None:

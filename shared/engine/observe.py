@@ -1,7 +1,9 @@
-"""Turns the engine's records into metrics; the metrics themselves are defined in ``shared.telemetry.metrics``."""
+"""Turns the engine's records into metrics, which ``shared.telemetry.metrics`` defines."""
 
 from __future__ import annotations
 
+from shared.scheduler.plan_builder import ScheduledStep
+from shared.scheduler.sequence import Sequence
 from shared.telemetry import metrics
 from shared.transfer.handoff import PullOutcome
 from shared.types.worker import WorkerStatus
@@ -16,6 +18,19 @@ def observe_pull(kind: str, outcome: PullOutcome) -> None:
         metrics.TRANSFER_FAILURES.labels(outcome.reason or "failed").inc()
     if outcome.reason == "corrupt":
         metrics.CHECKSUM_FAILURES.labels(kind).inc(outcome.ok.count(False))
+
+
+def observe_step(step: ScheduledStep, seconds: float) -> None:
+    """Count one finished step; ``seconds`` from its launch to its result."""
+    metrics.STEPS.inc()
+    metrics.STEP_SECONDS.observe(seconds)
+    metrics.STEP_TOKENS.observe(sum(len(row.token_ids) for row in step.plan.rows))
+
+
+def observe_prompt(sequence: Sequence) -> None:
+    """Count a prompt that was computed: what was looked up in the prefix cache, and what was found."""
+    metrics.PREFIX_QUERIES.inc(len(sequence.request.token_ids))
+    metrics.PREFIX_HITS.inc(sequence.num_cached)
 
 
 def observe_status(status: WorkerStatus) -> None:

@@ -19,7 +19,7 @@ class Core(Protocol):
 
 
 class EnginePort:
-    """Implements ``shared.rpc.worker_stream.WorkerPort``. ``keep_media`` is None on workers that take none."""
+    """A ``shared.rpc.worker_stream.WorkerPort``; ``keep_media`` is None on workers that take none."""
 
     def __init__(
         self,

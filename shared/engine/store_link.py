@@ -88,9 +88,7 @@ class RemoteStoreLink(StoreLink):
         if usable - first < self._min_blocks:
             then()
             return
-        blocks = self._hasher.prompt(
-            sequence.tokens, request.media, request.cache_salt, request.adapter
-        )
+        blocks = self._hasher.prompt(sequence.tokens, request.media, request.cache_salt, request.adapter)
         wanted = tuple(islice(blocks, first, usable))
         metrics.STORE_QUERIES.inc(usable - first)
         self._calls.lookup(

@@ -15,6 +15,7 @@ from shared.kv_cache.manager import CommittedBlock, KVCacheManager
 from shared.scheduler.plan_builder import PlanBuilder, ScheduledStep, Slot
 from shared.scheduler.sequence import Sequence, finish_reason_for
 from shared.step import RowStep, StepResult
+from shared.telemetry import metrics
 from shared.types.request import TokenLogprobs
 from shared.types.worker import PREFILL
 
@@ -112,7 +113,8 @@ class Scheduler:
         for sequence in sorted(self._running, key=_wants_many):
             if builder.budget <= 0:
                 break
-            if builder.involves(sequence) or sequence.row < 0:
+            # A choice that has not forked yet has no blocks: its prompt is the parent's work.
+            if builder.involves(sequence) or not sequence.kv_open or sequence.row < 0:
                 continue
             if sequence.wants_step(self._limits.max_model_len):
                 self._continue(sequence, builder)
@@ -264,6 +266,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.num_preemptions += 1
+        metrics.PREEMPTIONS.inc()
         victim.preemptions += 1
         self._close(victim)
         for member in (victim, *victim.children):

@@ -29,7 +29,6 @@ class Sequence:
         "mode",
         "num_cached",
         "num_computed",
-        "num_emitted_before",
         "num_pending",
         "num_sampled",
         "preempt_pending",
@@ -50,7 +49,6 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_sampled = 0
-        self.num_emitted_before = request.num_emitted
         self.num_cached = 0
         self.inflight = 0
         self.row = -1

@@ -114,7 +114,8 @@ class Puller:
         self._post(lambda: setattr(self, "_expecting", expecting))
 
     def close(self) -> None:
-        """Cancel everything, tear all links down, end the thread. Calling it twice is safe."""
+        """Cancel everything, tear all links down, end the thread; not from a callback. Calling it twice
+        is safe."""
         with self._lock:
             first, self._closing = not self._closing, True
             if first:
@@ -313,10 +314,13 @@ class Puller:
 
     def _notify(self, producer: AgentInfo, payload: bytes) -> None:
         self._busy_until = self._clock.now() + _BUSY_S
+        link: Link | None = None
         try:
             link = self._links.get(producer)
             link.backend.notify(link.peer, payload)
         except TransferError as error:
+            if link is not None and isinstance(error, PeerLost):
+                self._links.drop(link)
             _log.debug("a notification was lost", problem=error.message)
 
     def _hear(self) -> None:

@@ -38,9 +38,7 @@ class Answers:
 
     def _choice(self, case: Case, choice: int) -> Expected:
         spans = [(m.offset, m.num_tokens, m.data) for m in case.media]
-        answer = self._oracle.generate(
-            case.prompt, case.sampling, choice, spans, max_model_len=MAX_MODEL_LEN
-        )
+        answer = self._oracle.generate(case.prompt, case.sampling, choice, spans, max_model_len=MAX_MODEL_LEN)
         ids = answer.token_ids
         # The id that ended an answer has no part in its text.
         shown = ids[:-1] if answer.finish_reason == "stop" else ids

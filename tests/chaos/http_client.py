@@ -126,9 +126,7 @@ def request_bytes(method: str, path: str, body: bytes = b"") -> bytes:
     return head.encode() + b"\r\n" + body
 
 
-async def begin_call(
-    address: tuple[str, int], request: bytes, on_body: Callable[[bytes], None]
-) -> HttpCall:
+async def begin_call(address: tuple[str, int], request: bytes, on_body: Callable[[bytes], None]) -> HttpCall:
     """Connect and send. Raises OSError when nobody listens."""
     loop = asyncio.get_running_loop()
     _, call = await loop.create_connection(lambda: HttpCall(request, on_body), *address)

@@ -128,23 +128,34 @@ def check_faults(faults: Sequence[Fault], wanted: Mapping[tuple[str, str], int])
     return found
 
 
-def stalls(faults: Iterable[Fault], seen: Sequence[Seen]) -> dict[tuple[str, str], list[float]]:
+def stalls(faults: Sequence[Fault], seen: Sequence[Seen]) -> dict[tuple[str, str], list[float]]:
     """Of each verified fault the longest wait, in seconds, that a client had around it: a gap between two
-    arrivals of one answer. By (kind, action). ``seen``: streamed answers only."""
+    arrivals of one answer. By (kind, action). ``seen``: streamed answers only. A wait over a freeze is the
+    freeze's, whatever else fell into it."""
+    freezes = [fault.at for fault in faults if fault.action == "freeze"]
     found: dict[tuple[str, str], list[float]] = {}
     for fault in faults:
         if fault.verified:
-            gaps = (_gap_over(fault.at, record) for record in seen)
+            others = freezes if fault.action == "kill" else []
+            gaps = (_gap_over(fault.at, others, record) for record in seen)
             found.setdefault((fault.kind, fault.action), []).append(max(gaps, default=0.0))
     return found
 
 
-def _gap_over(instant: float, seen: Seen) -> float:
-    """The longest wait that ended after ``instant`` and began before it or right after it: what had left
-    the worker already may still arrive."""
+def _gap_over(instant: float, others: Sequence[float], seen: Seen) -> float:
+    """The longest wait that ended after ``instant`` and began before it or right after it (what had left
+    the worker already may still arrive), and that is not the doing of ``others``."""
     times = [seen.began, *(piece.at for piece in seen.pieces), seen.ended]
-    gaps = (b - a for a, b in pairwise(times) if b >= instant and a <= instant + _ON_THE_WAY_S)
+    gaps = (
+        b - a
+        for a, b in pairwise(times)
+        if _is_over(instant, a, b) and not any(_is_over(other, a, b) for other in others)
+    )
     return max(gaps, default=0.0)
+
+
+def _is_over(instant: float, begin: float, end: float) -> bool:
+    return end >= instant and begin <= instant + _ON_THE_WAY_S
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -110,6 +110,17 @@ class Workload:
         return render(turns)
 
 
+def plain_case(seed: int, number: int, *, max_tokens: int = 24) -> Case:
+    """A text of its own in one chunk, with no prefix in common with any other: what happens to its blocks
+    happens to it alone."""
+    rng = random.Random(f"{seed}/plain/{number}")
+    words = f"{number:06d}/{seed} " + _text(rng, rng.randint(40, 80))
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=number, ignore_eos=True)
+    body = _body_fields(sampling) | {"model": MODEL, "n": 1, "return_token_ids": True, "prompt": words}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return Case(number, "/v1/completions", body, tuple(words.encode()), sampling, 1)
+
+
 def render(turns: list[tuple[str, list[str | bytes]]]) -> tuple[tuple[int, ...], tuple[Media, ...]]:
     """The prompt's ids and its pictures; parts are texts and encoded pictures."""
     ids: list[int] = []

@@ -64,9 +64,7 @@ class SumRunner(Runner):
                 rows.append(row)
                 tokens.append(self._rows[row].last)
         checksums = tuple((seal.block_id,) for seal in plan.seals)
-        return DoneStep(
-            StepResult(plan.step_id, tuple(rows), tuple(tokens), (None,) * len(rows), checksums)
-        )
+        return DoneStep(StepResult(plan.step_id, tuple(rows), tuple(tokens), (None,) * len(rows), checksums))
 
     def _compute(self, step: RowStep) -> list[int]:
         row = self._rows[step.row]

@@ -17,7 +17,7 @@ from shared.multimodal.hashing import mm_hash
 from shared.runner.witness_config import load_witness_config
 from shared.runner.witness_oracle import WitnessOracle
 from shared.types.request import GenerationRequest, MediaItem, SamplingParams
-from shared.types.transfer import KvTransferParams
+from shared.types.transfer import BlockRef, KvTransferParams
 from shared.types.worker import (
     AGGREGATED,
     DECODE,
@@ -54,7 +54,9 @@ def decode() -> Iterator[InProcessWorker]:
 
 
 def make(name: str, prompt: list[int], **fields) -> GenerationRequest:
-    sampling = SamplingParams(**{"max_tokens": 20, "temperature": 0.8, "seed": 7, **fields.pop("sampling", {})})
+    sampling = SamplingParams(
+        **{"max_tokens": 20, "temperature": 0.8, "seed": 7, **fields.pop("sampling", {})}
+    )
     return GenerationRequest(name, "witness", tuple(prompt), len(prompt), sampling, **fields)
 
 
@@ -225,9 +227,7 @@ def test_an_abort_anywhere_leaves_nothing(
         hand_over(prefill, decode, make("y", [4, 5, 6]))
     if where == "attached":
         event = prefill.log.wait_for(of(request, BlocksCommitted))
-        decode.send(
-            Attach("x", KvTransferParams(event.handoff_id, prefill.agent_info(), 0, 0, event.blocks))
-        )
+        decode.send(Attach("x", KvTransferParams(event.handoff_id, prefill.agent_info(), 0, 0, event.blocks)))
     for worker in (prefill, decode):
         worker.send(Abort("x"), Abort("y"), Abort("unknown"))
     at_rest(prefill, decode)
@@ -249,9 +249,24 @@ def test_a_lost_producer_means_local_prefill_with_the_same_tokens(decode: InProc
     at_rest(decode)
 
 
-def test_a_flipped_byte_is_found_and_computed_anew(
-    prefill: InProcessWorker, decode: InProcessWorker
+@pytest.mark.parametrize("offset", [3, 50])
+def test_a_lost_producer_means_another_try_where_embeddings_are_missing(
+    decode: InProcessWorker, offset: int
 ) -> None:
+    item = MediaItem("ab", offset, 6)
+    request = make("m", list(range(11, 80)), media=(item,))
+    with InProcessWorker(worker_config("prefill")) as prefill:
+        agent = prefill.agent_info()
+    blocks = tuple(BlockRef(block_id, 1, (1, 2)) for block_id in range(5))
+    decode.send(Start(request, DECODE))
+    decode.send(Attach("m", KvTransferParams("gone", agent, 0, 0, blocks)))
+    decode.send(Resume("m", (7,), 5))
+    assert decode.log.wait_for(of(request, Failed)).retryable
+    assert not tokens_of(decode, request)
+    at_rest(decode)
+
+
+def test_a_flipped_byte_is_found_and_computed_anew(prefill: InProcessWorker, decode: InProcessWorker) -> None:
     request = make("f", list(range(30, 99)))
     decode.send(Start(request, DECODE))
     prefill.send(Start(request, PREFILL))

@@ -160,6 +160,36 @@ def test_a_frozen_peer_never_stops_other_pulls(
     frozen.thaw()
 
 
+def test_a_peer_killed_under_a_pull_is_lost_before_the_deadline(
+    make_peer: MakePeer, make_reader: MakeReader
+) -> None:
+    """Frozen first, so that where the producer must help the pull is surely pending."""
+    doomed, reader = make_peer("7" * 32), make_reader()
+    refs = commit_many(doomed, 0, [0])
+    assert reader.pull(doomed.info, 0, refs, [0]).reason == ""
+    doomed.freeze()
+    pull_id = reader.submit(doomed.info, 0, refs, [1])
+    doomed.kill()
+    outcome = reader.outcomes.get(timeout=PATIENCE_S)
+    assert (outcome.pull_id, outcome.terminal) == (pull_id, True)
+    assert outcome.reason in ("", "peer_lost")
+    assert reader.pull(doomed.info, 0, refs, [2]).reason == "peer_lost"
+
+
+def test_a_block_reused_under_a_pull_is_never_taken_for_the_old_one(
+    peer: Peer, make_reader: MakeReader
+) -> None:
+    """The fence alone must notice, so checksums are off: good means the bytes of that generation."""
+    reader = make_reader(verify=False)
+    for seed in range(60):
+        ref = peer.commit(1, 7, seed)
+        reader.submit(peer.info, 1, [ref], [0])
+        peer.commit(1, 7, seed + 1000)
+        outcome = reader.outcomes.get(timeout=PATIENCE_S)
+        assert outcome.reason in ("", "stale")
+        assert outcome.reason or reader.bytes_of(1, 0) == content(1, seed)
+
+
 FAULTS = {
     "truncated fence": ({0: Fault(FaultKind.TRUNCATE, 40)}, "stale"),
     "truncated data": ({1: Fault(FaultKind.TRUNCATE, EXTENT_BYTES[0] // 2)}, "corrupt"),

@@ -30,11 +30,14 @@ def test_a_bad_topology_is_refused(text: str) -> None:
         Topology.parse(text)
 
 
-def test_a_topology_may_lack_phases() -> None:
+def test_a_topology_may_lack_phases_and_the_router_does_not_wait_for_them() -> None:
     specs = _plan("e=0,p=0,d=1,s=0")
     assert list(specs) == ["router", "decode-0"]
-    decode = specs["decode-0"].config
+    decode, router = specs["decode-0"].config, specs["router"].config
     assert isinstance(decode, WorkerConfig) and decode.kv_store == ""
+    assert isinstance(router, RouterConfig) and router.routing.phases == ("decode",)
+    whole = _plan()["router"].config
+    assert isinstance(whole, RouterConfig) and whole.routing.phases == ("encoder", "prefill", "decode")
 
 
 def test_workers_know_the_router_and_the_store() -> None:

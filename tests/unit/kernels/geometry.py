@@ -56,7 +56,9 @@ def make_case(
         starts.append(starts[-1] + new)
     angles = torch.cat(positions)[:, None] * torch.rand(dim // 2)
     batch = Batch(
-        rows_T=torch.cat([torch.full((new,), row, dtype=torch.int32) for row, (_, new) in zip(rows, chunks, strict=True)]),
+        rows_T=torch.cat(
+            [torch.full((new,), row, dtype=torch.int32) for row, (_, new) in zip(rows, chunks, strict=True)]
+        ),
         positions_T=torch.cat(positions),
         starts=tuple(starts),
         cos_TD=angles.cos(),

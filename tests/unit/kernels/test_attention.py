@@ -31,7 +31,10 @@ def _plain(case: Case, layer: int) -> torch.Tensor:
     for t in range(batch.num_tokens):
         row, position = int(batch.rows_T[t]), int(batch.positions_T[t])
         first = 0 if kv.window is None else max(0, position - kv.window + 1)
-        slots = [(int(kv.tables_RM[row, p // kv.block_size]), p % kv.block_size) for p in range(first, position + 1)]
+        slots = [
+            (int(kv.tables_RM[row, p // kv.block_size]), p % kv.block_size)
+            for p in range(first, position + 1)
+        ]
         for h in range(heads.num_heads):
             k, v = (
                 torch.stack([kv.data_BKL2SD[b, h // group, layer, which, s] for b, s in slots]).double()

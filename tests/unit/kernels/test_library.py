@@ -25,7 +25,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.mark.skipif(GCC is None, reason="no C compiler")
 def test_a_build_is_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_FLAGS", ("-std=gnu11", "-O0", "-march=native", "-shared", "-fPIC", "-pthread"))
+    monkeypatch.setattr(
+        library, "_FLAGS", ("-std=gnu11", "-O0", "-march=native", "-shared", "-fPIC", "-pthread")
+    )
     first = library.build(str(GCC), tmp_path)
     stamp = first.stat().st_mtime_ns
     assert library.build(str(GCC), tmp_path) == first
@@ -40,7 +42,9 @@ def test_the_sources_compile_without_warnings() -> None:
     subprocess.run([*command, str(sources / "kernels.c")], check=True)
 
 
-def test_without_a_compiler_the_twins_serve(fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_the_twins_serve(
+    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fresh.setattr(shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
         assert library.library() is None

@@ -22,7 +22,6 @@ GARBAGE = -1
 class Plan:
     """A step that ran on the device, whose results the manager does not know yet."""
 
-    key: str
     num_computed: int
     checksums: dict[tuple[int, int], tuple[int, ...]]
     sampled: list[int]
@@ -41,8 +40,9 @@ class Model:
     pulled: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property
-    def busy(self) -> bool:
-        return bool(self.plans or self.flying)
+    def kind(self) -> str:
+        """flying: its prompt is on the way; stepping: results are outstanding; idle otherwise."""
+        return "flying" if self.flying else "stepping" if self.plans else "idle"
 
 
 class World:

@@ -14,19 +14,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shared.clock import ManualClock
 from shared.errors import OutOfBlocks
 from shared.kv_cache.leases import LeaseTable
-from shared.step import BlockCopy
 from shared.types.request import MediaItem
 from shared.types.transfer import BlockRef
 from tests.unit.kv_cache.kv_builders import make_manager
 from tests.unit.kv_cache.kv_world import BLOCK_SIZE, Model, Plan, World
 
-NUM_BLOCKS = (10, 12)
-TOKENS = st.integers(0, 1)
-PROMPTS = st.lists(TOKENS, min_size=1, max_size=9)
-MEDIA = st.sampled_from(
-    [(), (), (MediaItem("cat", 1, 2),), (MediaItem("dog", 1, 2),), (MediaItem("cat", 2, 1),)]
+NUM_BLOCKS = (14, 16)
+TOKENS = st.sampled_from([0, 0, 0, 1])
+PROMPTS = st.builds(
+    lambda length, tail: [0, 1, 0, 0, 0, 1, 0, 0][:length] + tail,
+    st.integers(2, 8),
+    st.lists(TOKENS, min_size=1, max_size=2),
 )
-SALTS = st.sampled_from(["", "tenant"])
+CAT, DOG, LATER = MediaItem("cat", 1, 2), MediaItem("dog", 1, 2), MediaItem("cat", 2, 1)
+MEDIA = st.sampled_from([(), (), (), (CAT,), (DOG,), (LATER,)])
+SALTS = st.sampled_from(["", "", "tenant"])
+RARELY = st.sampled_from([False, False, False, True])
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -45,90 +48,97 @@ class ManagerMachine(RuleBasedStateMachine):
         self.count += 1
         return f"k{self.count}"
 
-    def pick(self, data: st.DataObject, *, flying: bool = False, planned: bool | None = False) -> str | None:
-        keys = [
-            key
-            for key, seq in self.open.items()
-            if bool(seq.flying) is flying and (planned is None or bool(seq.plans) is planned)
-        ]
-        return data.draw(st.sampled_from(keys)) if keys else None
+    def pick(self, data: st.DataObject, kind: str) -> str:
+        return data.draw(st.sampled_from(self.keys(kind)))
+
+    def keys(self, kind: str) -> list[str]:
+        return [key for key, seq in self.open.items() if seq.kind == kind]
 
     def snapshot(self) -> object:
         tables = {key: self.manager.table(key) for key in self.open}
         return tables, self.manager.num_free(0), self.manager.num_free(1)
 
-    def reserve(self, key: str, num_tokens: int, writable_from: int) -> list[BlockCopy] | None:
-        """Reserve, and copy as the device would; None when there are too few blocks."""
+    def reserve(self, key: str, num_tokens: int, writable_from: int) -> bool:
+        """Reserve, and copy as the device would; False when there are too few blocks."""
         before = self.snapshot()
         try:
             copies = self.manager.reserve(key, num_tokens, writable_from=writable_from)
         except OutOfBlocks:
             assert self.snapshot() == before, "a failed reservation changes nothing"
-            return None
+            return False
         for copy in copies:
             blocks = self.world.memory[copy.group]
             blocks[copy.dst][:] = blocks[copy.src]
-        return copies
+        return True
 
     # Requests that compute here.
 
     @precondition(lambda self: len(self.open) < 5)
-    @rule(prompt=PROMPTS, media=MEDIA, salt=SALTS)
-    def begin(self, prompt: list[int], media: tuple[MediaItem, ...], salt: str) -> None:
+    @rule(data=st.data(), prompt=PROMPTS, media=MEDIA, salt=SALTS)
+    def begin(self, data: st.DataObject, prompt: list[int], media: tuple[MediaItem, ...], salt: str) -> None:
         key = self.new_key()
         cached = self.manager.open(key, prompt, media, salt, "", len(prompt) - 1)
         assert cached % BLOCK_SIZE == 0 and cached < len(prompt)
         self.open[key] = Model(salt, media, list(prompt), computed=cached)
+        self.step(data, key)
 
-    @rule(data=st.data(), chunk=st.integers(1, 6), tail=st.booleans(), sampled=TOKENS)
-    def step(self, data: st.DataObject, chunk: int, tail: bool, sampled: int) -> None:
-        key = self.pick(data, planned=None)
-        if key is None or len(self.open[key].plans) == 2:
-            return
+    @precondition(lambda self: self.keys("idle") or self.keys("stepping"))
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        keys = self.keys("idle") + [k for k in self.keys("stepping") if len(self.open[k].plans) < 2]
+        for key in keys[:3]:
+            self.step(data, key)
+
+    def step(self, data: st.DataObject, key: str) -> None:
+        """Plan and run one step; its results arrive now or later."""
         seq = self.open[key]
-        stop = min(seq.computed + chunk, len(seq.tokens))
-        if stop == seq.computed or self.reserve(key, stop, seq.computed) is None:
+        stop = min(seq.computed + data.draw(st.integers(1, 9)), len(seq.tokens))
+        if not self.reserve(key, stop, seq.computed):
             return
-        seals = self.manager.sealable(key, stop, tail=tail)
+        seals = self.manager.sealable(key, stop, tail=data.draw(st.booleans()))
         self.world.write(self.manager, key, seq, range(seq.computed, stop))
         checksums = {(g, b): self.world.checksum(g, b) for g, _, b in seals}
-        new = [sampled] if stop == len(seq.tokens) else []
-        seq.plans.append(Plan(key, stop, checksums, new))
+        sampled = [data.draw(TOKENS)] if stop == len(seq.tokens) else []
+        seq.plans.append(Plan(stop, checksums, sampled))
         seq.computed = stop
-        seq.tokens += new
+        seq.tokens += sampled
+        while seq.plans and not data.draw(RARELY):
+            self.result(key)
 
-    @rule(data=st.data())
-    def result(self, data: st.DataObject) -> None:
-        key = self.pick(data, planned=True)
-        if key is None:
-            return
+    def result(self, key: str) -> None:
         plan = self.open[key].plans.pop(0)
         self.manager.append(key, plan.sampled)
         for block in self.manager.commit(key, plan.num_computed, plan.checksums):
             assert block.block_id == self.manager.table(key)[block.group][block.index]
             assert block.ref.checksums == self.world.checksum(block.group, block.block_id)
 
-    @precondition(lambda self: len(self.open) < 6)
+    @precondition(lambda self: self.keys("stepping"))
+    @rule(data=st.data())
+    def results_arrive(self, data: st.DataObject) -> None:
+        self.result(self.pick(data, "stepping"))
+
+    @precondition(lambda self: self.keys("idle") and len(self.open) < 6)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        key = self.pick(data)
-        if key is None:
-            return
+        key = self.pick(data, "idle")
         child, seq = self.new_key(), self.open[key]
         self.manager.fork(key, child)
         self.open[child] = Model(seq.salt, seq.media, list(seq.tokens), seq.computed)
+        self.step(data, data.draw(st.sampled_from([key, child])))
 
-    @rule(data=st.data(), invalid=st.booleans())
+    @precondition(lambda self: self.keys("idle"))
+    @rule(data=st.data(), invalid=RARELY)
     def close(self, data: st.DataObject, invalid: bool) -> None:
-        key = self.pick(data)
-        if key is not None:
-            if invalid:
-                self.manager.invalidate(key)
-            assert self.manager.close(key) == {}
-            del self.open[key]
+        key = self.pick(data, "idle")
+        if invalid:
+            self.manager.invalidate(key)
+        assert self.manager.close(key) == {}
+        del self.open[key]
 
+    @precondition(lambda self: self.count % 7 == 6)
     @rule()
     def reset(self) -> None:
+        self.count += 1
         self.manager.reset_prefix_cache()
         assert self.manager.num_cached_tokens == 0
 
@@ -139,36 +149,34 @@ class ManagerMachine(RuleBasedStateMachine):
     def attach(self, prompt: list[int], salt: str) -> None:
         key = self.new_key()
         cached = self.manager.open(key, prompt, (), salt, "", len(prompt) - 1)
-        if self.reserve(key, len(prompt), cached) is None:
+        if not self.reserve(key, len(prompt), cached):
             self.manager.close(key)
             return
         indices = range(cached // BLOCK_SIZE, self.manager.table_len(key))
         flying = {(group, index) for group in range(2) for index in indices}
         self.open[key] = Model(salt, (), list(prompt), cached, flying=flying)
 
-    @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
-        key = self.pick(data, flying=True)
-        if key is None:
-            return
+    @precondition(lambda self: self.keys("flying"))
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def land(self, data: st.DataObject, count: int) -> None:
+        key = self.pick(data, "flying")
         seq = self.open[key]
-        group, index = data.draw(st.sampled_from(sorted(seq.flying)))
-        block_id = self.manager.table(key)[group][index]
         cells = self.world.cells(seq, len(seq.tokens))
-        self.world.land(group, block_id, cells[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
-        seq.flying.remove((group, index))
-        seq.pulled[group, block_id] = self.world.checksum(group, block_id)
+        for group, index in data.draw(st.permutations(sorted(seq.flying)))[:count]:
+            block_id = self.manager.table(key)[group][index]
+            self.world.land(group, block_id, cells[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+            seq.flying.remove((group, index))
+            seq.pulled[group, block_id] = self.world.checksum(group, block_id)
         if not seq.flying:
             self.manager.commit(key, len(seq.tokens), seq.pulled)
             seq.computed = len(seq.tokens)
             seq.tokens.append(0)  # the prefill worker's first token
             self.manager.append(key, [0])
 
+    @precondition(lambda self: self.keys("flying"))
     @rule(data=st.data())
     def pull_fails(self, data: st.DataObject) -> None:
-        key = self.pick(data, flying=True)
-        if key is None:
-            return
+        key = self.pick(data, "flying")
         group, index = data.draw(st.sampled_from(sorted(self.open[key].flying)))
         before = self.snapshot()
         try:
@@ -178,12 +186,10 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.late += [(group, block_id) for block_id in stale]
 
+    @precondition(lambda self: self.keys("flying"))
     @rule(data=st.data())
     def abort_in_flight(self, data: st.DataObject) -> None:
-        key = self.pick(data, flying=True)
-        if key is None:
-            return
-        self.abort(key)
+        self.abort(self.pick(data, "flying"))
 
     def abort(self, key: str) -> None:
         flying = self.open.pop(key).flying
@@ -202,13 +208,11 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # Handoffs under lease.
 
+    @precondition(lambda self: self.keys("idle") and len(self.pinned) < 3)
     @rule(data=st.data(), group=st.integers(0, 1), ttl_s=st.integers(1, 4))
     def hand_off(self, data: st.DataObject, group: int, ttl_s: int) -> None:
-        key = self.pick(data)
-        if key is None:
-            return
-        full = self.open[key].computed // BLOCK_SIZE
-        refs = self.manager.committed(key, group, 0, full)
+        key = self.pick(data, "idle")
+        refs = self.manager.committed(key, group, 0, self.open[key].computed // BLOCK_SIZE)
         self.manager.pin(group, [ref.block_id for ref in refs])
         lease = self.new_key()
         self.leases.grant(lease, ttl_s)
@@ -228,6 +232,7 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             assert self.leases.renew(lease)
 
+    @precondition(lambda self: self.pinned)
     @rule(seconds=st.integers(1, 3))
     def time_passes(self, seconds: int) -> None:
         self.clock.advance(seconds)
@@ -262,8 +267,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
-        while any(seq.flying for seq in self.open.values()):
-            key = next(key for key, seq in self.open.items() if seq.flying)
+        for key in self.keys("flying"):
             self.abort(key)
         for key in self.open:
             self.manager.close(key)
@@ -277,5 +281,5 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = settings(
-    derandomize=True, max_examples=150, stateful_step_count=50, deadline=None, database=None
+    derandomize=True, max_examples=120, stateful_step_count=50, deadline=None, database=None
 )

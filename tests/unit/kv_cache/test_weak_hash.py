@@ -44,6 +44,6 @@ def test_hits_are_exactly_the_prefixes_that_were_computed_before(bits: int, num_
         computed.update(ends)
         manager.close(key)
     manager.check_integrity()
-    assert hit_tokens > 300, "the test sees hits"
+    assert hit_tokens > 150, "the test sees hits"
     collisions = sum(len(contents) - 1 for contents in hashes.values())
     assert collisions == 0 if bits == 256 else collisions > 50

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from shared.config.services import RoutingConfig
 from shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from shared.types.inference import InferenceRequest
 from shared.types.request import SamplingParams
 from shared.types.worker import AGGREGATED, Abort, Renew, Resume, Start
-from tests.unit.router.cluster import EOS, Answer, Cluster, oracle
+from tests.unit.router.cluster import Answer, Cluster, oracle
+from tests.unit.router.scripted_worker import EOS
 
 
 def ask_for(prompt: str = "hello world", **options: Any) -> InferenceRequest:
@@ -227,6 +229,14 @@ async def test_ready_needs_every_phase(make_cluster: Any) -> None:
     assert await cluster.dispatcher.ready()
     cluster.dispatcher.admission.drain()
     assert not await cluster.dispatcher.ready()
+
+
+async def test_ready_needs_no_phase_that_the_deployment_does_not_have(make_cluster: Any) -> None:
+    cluster = await make_cluster("", routing=RoutingConfig(phases=("decode",)))
+    assert not await cluster.dispatcher.ready()
+    cluster.add("decode", "d0")
+    await cluster.settle()
+    assert await cluster.dispatcher.ready()
 
 
 async def test_model_card_shows_what_the_workers_can_hold(make_cluster: Any) -> None:

@@ -13,7 +13,7 @@ from shared.types.inference import ImagePart, InferenceRequest, Message, TextPar
 from shared.types.request import SamplingParams
 from shared.types.worker import Event, Failed, Start, Status
 from tests.unit.router.cluster import Answer, Cluster
-from tests.unit.router.test_recovery import OTHER_PNG, PNG
+from tests.unit.router.requests import OTHER_PNG, PNG
 
 
 def some_request(rng: random.Random, number: int) -> InferenceRequest:

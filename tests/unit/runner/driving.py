@@ -76,7 +76,12 @@ class Driver:
         return RowStep(row, first, tuple(prompt[first:last]), 0, (table,), samples)
 
     def prefill(
-        self, row: int, prompt: list[int], *, chunk: int = 10**6, media: tuple[MediaRows, ...] = (),
+        self,
+        row: int,
+        prompt: list[int],
+        *,
+        chunk: int = 10**6,
+        media: tuple[MediaRows, ...] = (),
         sampling: SamplingParams = GREEDY,
     ) -> StepResult:
         """Compute a whole prompt alone, in chunks; returns the result with its first token."""

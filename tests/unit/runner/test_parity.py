@@ -14,7 +14,8 @@ from shared.types.request import SamplingParams, TokenLogprobs
 from tests.unit.runner.driving import Driver
 
 NUM_TOKENS, TOP = 12, 20
-PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=TOP)
+# As the reference: no answer ends early.
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, temperature=0.0, logprobs=TOP)
 TEXTS = [
     "A lighthouse keeper wrote one line in the book every night for forty years, and on the last night she "
     "wrote that the sea had been a patient listener, because in all those years it had never once",
@@ -42,15 +43,18 @@ class Reference:
         self.prompts = [list(tokenizer.encode(text).ids) for text in TEXTS]
         self.tokens: list[list[int]] = []
         self.logprobs: list[torch.Tensor] = []
-        with torch.inference_mode():
-            for prompt in self.prompts:
-                ids = torch.tensor([prompt])
-                for _ in range(NUM_TOKENS):
-                    last = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
-                    ids = torch.cat((ids, last.argmax().view(1, 1)), 1)
-                logits = model(ids[:, :-1], use_cache=False, logits_to_keep=NUM_TOKENS).logits[0]
-                self.logprobs.append(torch.log_softmax(logits.double(), -1))
-                self.tokens.append(ids[0, len(prompt) :].tolist())
+        for prompt in self.prompts:
+            out = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=NUM_TOKENS,
+                min_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            self.tokens.append(out.sequences[0, len(prompt) :].tolist())
+            self.logprobs.append(torch.log_softmax(torch.cat(out.logits).double(), -1))
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +88,7 @@ class Answers:
         for row, expected in enumerate(reference.logprobs):
             for step, got in enumerate(self.logprobs[row]):
                 at = expected[step]
-                assert got.rank == 0
-                assert abs(got.logprob - float(at[got.top_ids[0]])) < 1e-4
+                assert abs(got.logprob - float(at[self.tokens[row][step]])) < 1e-4
                 top = torch.topk(at, TOP).values
                 mine = torch.tensor(got.top_logprobs, dtype=torch.float64)
                 torch.testing.assert_close(mine, top, rtol=0, atol=1e-4)

@@ -113,6 +113,17 @@ def test_choices_share_the_prompt_and_diverge_by_copy_on_write() -> None:
     assert worker.kv.num_used() == 0
 
 
+def test_choices_wait_for_their_prompt_while_it_is_computed_in_chunks() -> None:
+    worker = Worker(budget=3)
+    prompt = list(range(1, 12))
+    worker.add(request("a", [7]))
+    worker.turn()
+    worker.add(request("b", prompt, choices=(0, 1)))
+    worker.run()
+    for choice in range(2):
+        assert worker.tokens["b", choice] == expected_tokens(prompt, 6, choice)
+
+
 def test_a_second_request_computes_only_what_the_prefix_cache_lacks() -> None:
     worker = Worker()
     prompt = list(range(1, 13))
@@ -206,7 +217,7 @@ def test_more_choices_than_rows_is_refused() -> None:
         worker.add(request("a", [1], choices=(0, 1, 2)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_mix_of_requests_gives_each_its_own_tokens(data: st.DataObject) -> None:
     worker = Worker(
@@ -230,3 +241,35 @@ def test_any_mix_of_requests_gives_each_its_own_tokens(data: st.DataObject) -> N
     worker.run()
     assert dict(worker.tokens) == wanted
     assert worker.kv.num_used() == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_stopping_some_changes_nothing_for_the_others(data: st.DataObject) -> None:
+    worker = Worker(
+        num_blocks=data.draw(st.integers(12, 30)),
+        budget=data.draw(st.integers(1, 10)),
+        rows=data.draw(st.integers(3, 8)),
+    )
+    wanted = {}
+    alive: dict[tuple[str, int], Sequence] = {}
+    for i in range(data.draw(st.integers(2, 7))):
+        prompt = [data.draw(st.integers(1, 9)) for _ in range(data.draw(st.integers(1, 14)))]
+        choices = tuple(range(data.draw(st.integers(1, 3))))
+        count = data.draw(st.integers(1, 10))
+        for choice, sequence in worker.add(
+            request(f"r{i}", prompt, max_tokens=count, choices=choices)
+        ).items():
+            alive[f"r{i}", choice] = sequence
+            wanted[f"r{i}", choice] = expected_tokens(prompt, count, choice)
+        for _ in range(data.draw(st.integers(0, 5))):
+            worker.turn()
+        if data.draw(st.booleans()):
+            name = f"r{data.draw(st.integers(0, i))}"
+            for key in [key for key in alive if key[0] == name]:
+                worker.scheduler.stop(alive.pop(key))
+    worker.run()
+    for key in alive:
+        assert worker.tokens[key] == wanted[key]
+    assert worker.kv.num_used() == 0
+    assert worker.scheduler.num_running == worker.scheduler.num_waiting == 0

@@ -1,0 +1,111 @@
+"""What transformers says in float32: greedy tokens and log-probabilities; and how answers compare with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TOP = 20
+TOLERANCE = 1e-4
+#: More than are compared: near ties may swap places at the end of the list.
+_KEPT = 2 * TOP
+
+
+class Step(NamedTuple):
+    """One position: the likeliest id, and the log-probabilities of the likeliest ids, likeliest first."""
+
+    token_id: int
+    logprobs: Mapping[int, float]
+
+
+class Answer(NamedTuple):
+    """What was served for one prompt: ids, each one's log-probability, and those of the top alternatives."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tops: tuple[Mapping[int, float], ...]
+    cached_tokens: int = 0
+
+
+class Verdict(NamedTuple):
+    """``problem`` is "" when the answer is the reference's."""
+
+    num_tokens: int
+    max_difference: float
+    problem: str = ""
+
+
+def compute(
+    model_dir: Path,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[list[Step]]:
+    """Greedy decoding by transformers, prompt by prompt, over its own KV cache; an end of sequence does not
+    end it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    answers = []
+    with torch.inference_mode():
+        for done, prompt in enumerate(prompts, 1):
+            answers.append(_greedy(model, torch.tensor([list(prompt)]), num_tokens))
+            progress(done)
+    return answers
+
+
+def _greedy(model: Any, ids: torch.Tensor, num_tokens: int) -> list[Step]:
+    steps: list[Step] = []
+    cache = None
+    for _ in range(num_tokens):
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits_V = out.past_key_values, out.logits[0, -1]
+        values, top_ids = torch.log_softmax(logits_V.double(), -1).topk(_KEPT)
+        steps.append(
+            Step(int(logits_V.argmax()), dict(zip(top_ids.tolist(), values.tolist(), strict=True)))
+        )
+        ids = logits_V.argmax().view(1, 1)
+    return steps
+
+
+def compare(reference: Sequence[Step], answer: Answer, vocab_size: int) -> Verdict:
+    """The same tokens, and at each of them the same top log-probabilities."""
+    count = 0
+    worst = 0.0
+    for index, step in enumerate(reference):
+        if index >= len(answer.token_ids):
+            return Verdict(count, worst, f"only {index} tokens of {len(reference)}")
+        if answer.token_ids[index] != step.token_id:
+            return Verdict(
+                count, worst, f"token {index} is {answer.token_ids[index]}, not {step.token_id}"
+            )
+        difference, problem = _compare_step(step, answer.logprobs[index], answer.tops[index], vocab_size)
+        worst = max(worst, difference)
+        if problem:
+            return Verdict(count, worst, f"token {index}: {problem}")
+        count += 1
+    if len(answer.token_ids) > len(reference):
+        return Verdict(count, worst, f"{len(answer.token_ids)} tokens, {len(reference)} were asked for")
+    return Verdict(count, worst)
+
+
+def _compare_step(
+    step: Step, logprob: float, top: Mapping[int, float], vocab_size: int
+) -> tuple[float, str]:
+    if len(top) != TOP:
+        return 0.0, f"{len(top)} alternatives, not {TOP}"
+    if max(top) >= vocab_size:
+        return 0.0, f"id {max(top)} is a padding row"
+    strangers = top.keys() - step.logprobs.keys()
+    if strangers:
+        return 0.0, f"{sorted(strangers)} are not among the likeliest"
+    differences = [abs(value - step.logprobs[token_id]) for token_id, value in top.items()]
+    # In order of likelihood too: so nothing likelier was left out.
+    ours, theirs = sorted(top.values(), reverse=True), list(step.logprobs.values())[:TOP]
+    differences += [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    differences.append(abs(logprob - step.logprobs[step.token_id]))
+    worst = max(differences)
+    return worst, "" if worst <= TOLERANCE else f"log-probabilities differ by {worst:.1e}"

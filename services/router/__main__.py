@@ -22,6 +22,7 @@ from services.router.control import RouterControl
 from services.router.dispatch import Dispatcher
 from services.router.gateway.app import create_app
 from services.router.gateway.limits import GatewayLimits
+from services.router.gateway.protocol import GatewayProtocol
 from services.router.model import image_limits, load_model
 from shared.clock import Clock, MonotonicClock, SystemEntropy
 from shared.config.load import config_from_args
@@ -147,7 +148,7 @@ def _gateway(config: RouterConfig, dispatcher: Dispatcher) -> GatewayServer:
         uvicorn.Config(
             create_app(dispatcher, limits),
             loop="none",
-            http="httptools",
+            http=GatewayProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

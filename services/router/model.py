@@ -63,7 +63,14 @@ class ServedModel:
         if request.prompt_token_ids is not None:
             return Prompt(check_prompt_ids(request.prompt_token_ids, image_token_id=image_token_id))
         if request.prompt is not None:
-            return Prompt(encode_prompt(request.prompt, self._tokenizer, image_token_id=image_token_id))
+            return Prompt(
+                encode_prompt(
+                    request.prompt,
+                    self._tokenizer,
+                    image_token_id=image_token_id,
+                    max_model_len=self.max_model_len,
+                )
+            )
         return self._render_chat(request.messages or (), request.cache_salt)
 
     def choice(self, index: int, request: InferenceRequest) -> Choice:
@@ -100,6 +107,7 @@ class ServedModel:
             self._tokenizer,
             image_rows=[processor.num_rows(header.width, header.height) for header in headers],
             image_token_id=processor.image_token_id,
+            max_model_len=self.max_model_len,
         )
         hashes = [mm_hash(data, processor_version=processor.version, salt=salt) for data in images]
         media = tuple(

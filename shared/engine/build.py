@@ -112,25 +112,16 @@ def build_token_engine(
     desk = PullDesk(inbox)
     deadline_s = config.transfer.deadline_s
     ec_pool = BlockPool(arenas["ec"].info.num_blocks[0], arenas["ec"].generations(0))
+    ec_cache = EncoderCache(ec_pool, config.encoder.rows_per_block)
+    leases = LeaseTable(environment.clock, config.transfer.lease_s)
     parts = EngineParts(
         model=backend.identity.model,
         max_model_len=limits.max_model_len,
         scheduler=Scheduler(limits, kv, backend.eos_token_ids),
         kv=kv,
         desk=desk,
-        outflow=Outflow(
-            kv,
-            LeaseTable(environment.clock, config.transfer.lease_s),
-            outbox.emit,
-            environment.failpoints,
-        ),
-        embeddings=Embeddings(
-            EncoderCache(ec_pool, config.encoder.rows_per_block),
-            desk,
-            environment.tracer,
-            deadline_s,
-            backend.row_bytes,
-        ),
+        outflow=Outflow(kv, leases, outbox.emit, environment.failpoints),
+        embeddings=Embeddings(ec_cache, desk, environment.tracer, deadline_s, backend.row_bytes),
         store=_store_link(store_calls, kv, hasher, desk, inbox, deadline_s),
         spans=RequestSpans(environment.tracer),
         entropy=environment.entropy,

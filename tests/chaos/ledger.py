@@ -130,9 +130,9 @@ def check_faults(faults: Sequence[Fault], wanted: Mapping[tuple[str, str], int])
 
 def stalls(faults: Sequence[Fault], seen: Sequence[Seen]) -> dict[tuple[str, str], list[float]]:
     """Of each verified fault the longest wait, in seconds, that a client had around it: a gap between two
-    arrivals of one answer. By (kind, action). ``seen``: streamed answers only. A wait over a freeze is the
-    freeze's, whatever else fell into it."""
-    freezes = [fault.at for fault in faults if fault.action == "freeze"]
+    arrivals of one answer. By (kind, action). ``seen``: streamed answers only. Waits during a freeze are the
+    freeze's, whatever else fell into them."""
+    freezes = [(fault.at, fault.back_at) for fault in faults if fault.action == "freeze"]
     found: dict[tuple[str, str], list[float]] = {}
     for fault in faults:
         if fault.verified:
@@ -142,20 +142,18 @@ def stalls(faults: Sequence[Fault], seen: Sequence[Seen]) -> dict[tuple[str, str
     return found
 
 
-def _gap_over(instant: float, others: Sequence[float], seen: Seen) -> float:
+def _gap_over(instant: float, others: Sequence[tuple[float, float]], seen: Seen) -> float:
     """The longest wait that ended after ``instant`` and began before it or right after it (what had left
-    the worker already may still arrive), and that is not the doing of ``others``."""
+    the worker already may still arrive), and that overlaps none of ``others``."""
     times = [seen.began, *(piece.at for piece in seen.pieces), seen.ended]
     gaps = (
         b - a
         for a, b in pairwise(times)
-        if _is_over(instant, a, b) and not any(_is_over(other, a, b) for other in others)
+        if b >= instant
+        and a <= instant + _ON_THE_WAY_S
+        and not any(b >= first and a <= last for first, last in others)
     )
     return max(gaps, default=0.0)
-
-
-def _is_over(instant: float, begin: float, end: float) -> bool:
-    return end >= instant and begin <= instant + _ON_THE_WAY_S
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -28,18 +28,18 @@ class Plan(Struct, frozen=True):
 
     seed: int
     num_requests: int = 2000
-    per_second: float = 32.0
+    per_second: float = 36.0
     max_open: int = 48
     scale: float = 1.0
     topology: Topology = Topology(encoders=2, prefills=2, decodes=2, kv_stores=1)
     kills: int = 5
     freezes: int = 1
-    pause_s: tuple[float, float] = (0.5, 3.0)
+    pause_s: tuple[float, float] = (0.3, 2.2)
     give_up_s: float = 75.0
 
 
 class Outcome(Struct, frozen=True):
-    """Everything a run wrote down, and the verdict. ``seconds``: from the first request to the last one's end."""
+    """All that a run wrote down, and the verdict. ``seconds``: from the first request to the last ending."""
 
     plan: Plan
     cases: list[Case]

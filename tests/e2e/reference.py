@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,37 +38,33 @@ class Verdict(NamedTuple):
     problem: str = ""
 
 
-def compute(
-    model_dir: Path,
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[list[Step]]:
-    """Greedy decoding by transformers, prompt by prompt, over its own KV cache; an end of sequence does not
-    end it."""
+def compute(model_dir: Path, prompts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> list[list[Step]]:
+    """Greedy decoding by transformers of as many tokens as each draft has; an end of sequence does not end it.
+
+    A draft is a guess that makes it quicker, whatever it holds: a token stays only if it is the model's own
+    choice after the tokens before it, so the result is that of decoding one token at a time.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    answers = []
     with torch.inference_mode():
-        for done, prompt in enumerate(prompts, 1):
-            answers.append(_greedy(model, torch.tensor([list(prompt)]), num_tokens))
-            progress(done)
-    return answers
+        return [_greedy(model, list(p), list(d)) for p, d in zip(prompts, drafts, strict=True)]
 
 
-def _greedy(model: Any, ids: torch.Tensor, num_tokens: int) -> list[Step]:
-    steps: list[Step] = []
-    cache = None
-    for _ in range(num_tokens):
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits_V = out.past_key_values, out.logits[0, -1]
-        values, top_ids = torch.log_softmax(logits_V.double(), -1).topk(_KEPT)
-        steps.append(
-            Step(int(logits_V.argmax()), dict(zip(top_ids.tolist(), values.tolist(), strict=True)))
-        )
-        ids = logits_V.argmax().view(1, 1)
-    return steps
+def _greedy(model: Any, prompt: list[int], tokens: list[int]) -> list[Step]:
+    while True:
+        ids = torch.tensor([prompt + tokens[:-1]])
+        logits_NV = model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0]
+        chosen = logits_NV.argmax(-1).tolist()
+        wrong = next((i for i, token in enumerate(tokens) if token != chosen[i]), None)
+        if wrong is None:
+            break
+        tokens[wrong] = chosen[wrong]
+    values_NK, ids_NK = torch.log_softmax(logits_NV.double(), -1).topk(_KEPT)
+    return [
+        Step(token, dict(zip(top, values, strict=True)))
+        for token, top, values in zip(tokens, ids_NK.tolist(), values_NK.tolist(), strict=True)
+    ]
 
 
 def compare(reference: Sequence[Step], answer: Answer, vocab_size: int) -> Verdict:

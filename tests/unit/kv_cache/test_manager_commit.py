@@ -96,6 +96,37 @@ def test_pulled_blocks_are_committed_with_their_producers_checksums() -> None:
     assert manager.sealable("a", 10, tail=True) == []
 
 
+def test_a_fork_does_not_seal_again_what_was_sealed_before_it() -> None:
+    manager = make_manager()
+    begin(manager, "a", PROMPT)
+    manager.reserve("a", 10, writable_from=0)
+    assert len(manager.sealable("a", 10)) == 2
+    manager.fork("a", "b")
+    assert manager.sealable("b", 10) == []
+
+
+def test_a_replaced_block_is_sealed_and_committed_anew() -> None:
+    manager = make_manager()
+    run(manager, "a", PROMPT)
+    manager.replace("a", 0, [1])
+    (table,) = manager.table("a")
+    assert manager.sealable("a", 10) == [(0, 1, table[1])]
+    assert [(c.index, c.block_id) for c in manager.commit("a", 10, {})] == [(1, table[1])]
+
+
+def test_a_block_that_a_stray_transfer_may_hit_is_not_published() -> None:
+    manager = make_manager()
+    begin(manager, "a", PROMPT)
+    manager.reserve("a", 10, writable_from=0)
+    manager.fork("a", "b")
+    ((first, *_),) = manager.table("a")
+    manager.close("a", {0: [0]})
+    manager.commit("b", 10, {})
+    assert manager.pool(0).key(first) is None and manager.num_quarantined() == 0
+    manager.close("b")
+    assert manager.num_quarantined() == 1
+
+
 def test_what_is_not_reserved_or_committed_is_refused() -> None:
     manager = make_manager()
     begin(manager, "a", PROMPT)

@@ -49,8 +49,7 @@ def available() -> bool:
 def set_threads(count: int) -> int:
     """Size of the team that runs each kernel, the caller included; returns what was reached.
 
-    Not to be called while a kernel runs in another thread with a different size in mind: the team
-    is one for the process.
+    The team is one for the process; a kernel that runs in another thread is waited for.
     """
     lib = library()
     return 1 if lib is None else int(lib.triptych_threads(count))

@@ -131,6 +131,8 @@ class Scheduler:
         }
         sampled = dict(zip(result.rows, zip(result.token_ids, result.logprobs, strict=True), strict=True))
         failed = frozenset(result.failed_rows)
+        for copy in step.plan.copies:
+            self._kv.unpin(copy.group, (copy.src,))
         outcomes: list[Outcome] = []
         for slot in step.slots:
             row = slot.sequence.row
@@ -157,6 +159,9 @@ class Scheduler:
             builder.short_of_blocks = True
             self._make_room(builder)
             return
+        for copy in copies:
+            # Until the copy was made its source must not be handed out, whoever else lets go of it.
+            self._kv.pin(copy.group, (copy.src,))
         builder.copies.extend(copies)
         start = sequence.sent_blocks
         if copies:

@@ -5,7 +5,7 @@ its own RPCs. Owns no judgement and strikes nobody (``faults`` does).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,12 +119,13 @@ class Cluster:
             return Samples("")
         return Samples(body.decode())
 
-    async def at_rest(self, patience_s: float) -> list[Rest]:
-        """What every process still holds, as soon as that is nothing, or after ``patience_s``."""
+    async def at_rest(self, patience_s: float, *, without: Collection[str] = ()) -> list[Rest]:
+        """What every process still holds, as soon as that is nothing, or after ``patience_s``. ``without``:
+        the names of those that are dead on purpose."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + patience_s
         while True:
-            rests = [await self._rest(spec) for spec in self.specs]
+            rests = [await self._rest(spec) for spec in self.specs if spec.name not in without]
             if loop.time() > give_up_at or not any(count for rest in rests for count in rest.counts.values()):
                 return rests
             await asyncio.sleep(POLL_S)

@@ -9,18 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from services.cli.topology import Topology
-from shared.clock import MonotonicClock
-from tests.chaos import ledger
-from tests.chaos.client import Client, Load
 from tests.chaos.cluster import Cluster, running
-from tests.chaos.expected import Answers
-from tests.chaos.records import Case, Violation
+from tests.chaos.scenario import send_and_judge
 from tests.chaos.workload import plain_case
 
 #: The prefill worker changes one byte of the last block of this commit, after its checksum was taken.
@@ -46,9 +41,9 @@ async def _unguarded(seed: int, root: Path) -> list[Control]:
     overrides = (FLIP, "decode:kv.verify=false", "router:routing.recovery=false")
     async with running(root, Topology(0, 1, 2, 0), overrides, restart=False) as cluster:
         flipped = [plain_case(seed, number) for number in range(NUM_FLIPPED)]
-        wrong = [v for v in await _violations(cluster, flipped) if v.rule == "tokens"]
+        wrong = [v for v in await send_and_judge(cluster, flipped) if v.rule == "tokens"]
         killed = [plain_case(seed, 100 + number, max_tokens=400) for number in range(NUM_KILLED)]
-        running_ones = asyncio.create_task(_violations(cluster, killed))
+        running_ones = asyncio.create_task(send_and_judge(cluster, killed))
         await _kill_a_busy_one(cluster)
         lost = [v for v in await running_ones if v.rule == "ending"]
     return [
@@ -61,22 +56,13 @@ async def _unguarded(seed: int, root: Path) -> list[Control]:
 
 async def _verified(seed: int, root: Path) -> list[Control]:
     async with running(root, Topology(0, 1, 1, 0), (FLIP,)) as cluster:
-        violations = await _violations(cluster, [plain_case(seed, number) for number in range(NUM_FLIPPED)])
+        violations = await send_and_judge(
+            cluster, [plain_case(seed, number) for number in range(NUM_FLIPPED)]
+        )
         (decode,) = cluster.of_kind("decode")
         found = (await cluster.metrics(decode)).total("triptych_checksum_failures_total")
     detail = f"{found:.0f} checksum failures counted, {len(violations)} violations"
     return [Control("verification on, byte flipped", found > 0 and not violations, detail)]
-
-
-async def _violations(cluster: Cluster, cases: Sequence[Case]) -> list[Violation]:
-    """Send these cases and judge them."""
-    by_number = dict(enumerate(cases))
-    load = Load(
-        Client(cluster.http, MonotonicClock()), by_number.__getitem__, per_second=100, max_open=len(cases)
-    )
-    await load.run(len(cases), lambda: True)
-    oracle = Answers()
-    return ledger.check_requests(cases, {case.number: oracle.of(case) for case in cases}, load.seen)
 
 
 async def _kill_a_busy_one(cluster: Cluster) -> None:

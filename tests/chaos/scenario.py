@@ -87,6 +87,18 @@ async def run_plan(plan: Plan, root: Path, overrides: Sequence[str] = ()) -> Out
     return Outcome(plan, cases, load.seen, faults, rests, violations, counters, seconds)
 
 
+async def send_and_judge(
+    cluster: Cluster, cases: Sequence[Case], *, per_second: float = 100.0
+) -> list[Violation]:
+    """Send these cases, all open at a time if need be, and judge the answers. Their numbers count from
+    wherever they like."""
+    client = Client(cluster.http, MonotonicClock())
+    load = Load(client, cases.__getitem__, per_second=per_second, max_open=len(cases))
+    await load.run(len(cases), lambda: True)
+    oracle = Answers()
+    return ledger.check_requests(cases, {case.number: oracle.of(case) for case in cases}, load.seen)
+
+
 def _expected(cases: Sequence[Case], answers: list[list[Expected]]) -> dict[int, list[Expected]]:
     """Those computed aside, and the few that were sent beyond the plan."""
     oracle = Answers()

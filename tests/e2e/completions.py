@@ -33,9 +33,7 @@ class Completions:
 
     async def ask(self, asked: Asked) -> Answer:
         """The whole answer at once."""
-        response = await self._http.post(
-            "/v1/completions", json=self._body(asked), headers=_headers(asked)
-        )
+        response = await self._http.post("/v1/completions", json=self._body(asked), headers=_headers(asked))
         assert response.status_code == 200, response.text
         body = response.json()
         cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -38,14 +38,18 @@ class Verdict(NamedTuple):
     problem: str = ""
 
 
-def compute(model_dir: Path, prompts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> list[list[Step]]:
+def compute(
+    model_dir: Path, prompts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]
+) -> list[list[Step]]:
     """Greedy decoding by transformers of as many tokens as each draft has; an end of sequence does not end it.
 
     A draft is a guess that makes it quicker, whatever it holds: a token stays only if it is the model's own
     choice after the tokens before it, so the result is that of decoding one token at a time.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     with torch.inference_mode():
         return [_greedy(model, list(p), list(d)) for p, d in zip(prompts, drafts, strict=True)]
@@ -75,9 +79,7 @@ def compare(reference: Sequence[Step], answer: Answer, vocab_size: int) -> Verdi
         if index >= len(answer.token_ids):
             return Verdict(count, worst, f"only {index} tokens of {len(reference)}")
         if answer.token_ids[index] != step.token_id:
-            return Verdict(
-                count, worst, f"token {index} is {answer.token_ids[index]}, not {step.token_id}"
-            )
+            return Verdict(count, worst, f"token {index} is {answer.token_ids[index]}, not {step.token_id}")
         difference, problem = _compare_step(step, answer.logprobs[index], answer.tops[index], vocab_size)
         worst = max(worst, difference)
         if problem:
@@ -88,9 +90,7 @@ def compare(reference: Sequence[Step], answer: Answer, vocab_size: int) -> Verdi
     return Verdict(count, worst)
 
 
-def _compare_step(
-    step: Step, logprob: float, top: Mapping[int, float], vocab_size: int
-) -> tuple[float, str]:
+def _compare_step(step: Step, logprob: float, top: Mapping[int, float], vocab_size: int) -> tuple[float, str]:
     if len(top) != TOP:
         return 0.0, f"{len(top)} alternatives, not {TOP}"
     if max(top) >= vocab_size:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +36,8 @@ CACHE = ROOT / ".triptych" / "cache"
 POLL_S = 0.05
 #: No test waits longer for anything; only a broken one waits at all.
 PATIENCE_S = 60.0
+#: Spans of what has ended arrive within this time.
+SPANS_S = 10.0
 
 
 class Serving:
@@ -79,6 +81,11 @@ class Serving:
             return wanted <= {(span.trace_id, span.name) for span in spans}
 
         assert self._collector.wait_for(are_here, PATIENCE_S), "spans are missing"
+
+    def count_spans(self, count: Callable[[Sequence[SpanRecord]], int], enough: int) -> int:
+        """What ``count`` makes of all spans, as soon as it is ``enough``, or once no more are to come."""
+        self._collector.wait_for(lambda spans: count(spans) >= enough, SPANS_S)
+        return count(self._collector.spans())
 
     def kill(self, name: str) -> int:
         """SIGKILL; returns the pid that was killed."""

@@ -19,11 +19,24 @@ CONFIG = {
     "model_type": "smolvlm",
     "image_token_id": 60,
     "scale_factor": 2,
-    "text_config": {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                    "intermediate_size": 16, "vocab_size": 64, "pad_token_id": 1},
-    "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                      "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
-}  # fmt: skip
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 64,
+        "pad_token_id": 1,
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    },
+}
 SETTINGS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}
 ROWS, ROW_BYTES, PER_BLOCK = 4, 64, 3
 

@@ -96,13 +96,11 @@ def test_answers_do_not_depend_on_chunks_neighbours_or_pipelining(make_driver) -
         for first in range(0, len(prompt), 5):
             last = min(first + 5, len(prompt))
             others = [RowStep(r, p, (LAST_SAMPLED,), 0, ((),), (r,)) for r, p in positions.items()]
+            samples = (row,) if last == len(prompt) else ()
             plan = StepPlan(
                 len(pending),
                 new_rows=(driver.new_row(row, prompt, SAMPLED),) if first == 0 else (),
-                rows=(
-                    *others,
-                    driver.chunk(row, prompt, first, last, *((row,) if last == len(prompt) else ())),
-                ),
+                rows=(*others, driver.chunk(row, prompt, first, last, *samples)),
             )
             # Launched before the step before it has returned.
             pending.append(driver.runner.execute(plan))

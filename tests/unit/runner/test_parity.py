@@ -19,10 +19,11 @@ PARAMS = SamplingParams(max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, temperatur
 TEXTS = [
     "A lighthouse keeper wrote one line in the book every night for forty years, and on the last night she "
     "wrote that the sea had been a patient listener, because in all those years it had never once",
-    "To bake bread you need flour, water, salt and yeast. Mix them, wait an hour, fold the dough, wait again, "
+    "To bake bread you need flour, water, salt and yeast. Mix them, wait an hour, fold the dough, wait, "
     "heat the oven as hot as it will go, and then bake the loaf until the crust is",
-    "def is_prime(n):\n    if n < 2:\n        return False\n    i = 2\n    while i * i <= n:\n        if n % i == 0:"
-    "\n            return False\n        i += 1\n    return True\n\ndef primes_below(limit):\n    return",
+    "def is_prime(n):\n    if n < 2:\n        return False\n    i = 2\n    while i * i <= n:\n"
+    "        if n % i == 0:\n            return False\n        i += 1\n    return True\n\n"
+    "def primes_below(limit):\n    return",
     "The water cycle has three main parts. First, the sun warms the oceans and water evaporates. Second, the "
     "vapour rises, cools and forms clouds. Third, the drops grow heavy and fall back to the ground as",
     "Question: A train leaves at 9:15 and arrives at 11:45. It stops for 10 minutes on the way. For how long "

@@ -113,6 +113,19 @@ def test_choices_share_the_prompt_and_diverge_by_copy_on_write() -> None:
     assert worker.kv.num_used() == 0
 
 
+def test_the_source_of_a_copy_is_kept_until_the_copy_was_made() -> None:
+    worker = Worker()
+    sequences = worker.add(request("a", list(range(1, 11)), choices=(0, 1), max_tokens=4))
+    while not any(plan.copies for plan in worker.runner.plans):
+        worker.turn()
+    source = worker.runner.plans[-1].copies[0].src
+    for sequence in sequences.values():
+        worker.scheduler.stop(sequence)
+    assert worker.kv.pool(0).ref_count(source) > 0, "a transfer could land in it before the copy"
+    worker.run()
+    assert worker.kv.num_used() == 0
+
+
 def test_choices_wait_for_their_prompt_while_it_is_computed_in_chunks() -> None:
     worker = Worker(budget=3)
     prompt = list(range(1, 12))

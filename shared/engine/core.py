@@ -145,8 +145,9 @@ class EngineCore:
                 continue
             if outcome.committed:
                 self._after_checksum(outcome.committed[-1])
-                self._p.store.offer(outcome.committed)
-            if live.mode == PREFILL and outcome.sequence is live.parent:
+                if outcome.sequence.kv_open:
+                    self._p.store.offer(outcome.committed)
+            if live.mode == PREFILL and outcome.sequence is live.parent and not live.parent.closing:
                 self._announce(live, outcome)
             if outcome.token_id is not None:
                 self._emit_token(outcome)

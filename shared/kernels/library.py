@@ -36,7 +36,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return _declare(ctypes.CDLL(str(build(compiler, cache_dir()))))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.warning("kernels run as torch operations, several times slower: %s", error)
         return None
 

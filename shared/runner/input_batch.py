@@ -21,12 +21,11 @@ from shared.step import LAST_SAMPLED, NewRow, RowStep
 
 @dataclass
 class _Row:
-    """One row's state. ``last_sampled`` is what a LAST_SAMPLED input stands for."""
+    """One row's state. The end of ``history`` is what a LAST_SAMPLED input stands for."""
 
     new: NewRow
     history: list[int]
     media: tuple[tuple[int, torch.Tensor], ...]  # (first placeholder position, embedding rows)
-    last_sampled: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class InputBatch:
             for table, blocks in zip(self._tables_np, step.blocks, strict=False):
                 table[step.row, step.block_start : step.block_start + len(blocks)] = blocks
             base = len(token_ids)
-            token_ids += [row.last_sampled if t == LAST_SAMPLED else t for t in step.token_ids]
+            token_ids += [row.history[-1] if t == LAST_SAMPLED else t for t in step.token_ids]
             for offset, rows in row.media:
                 first = max(step.first, offset)
                 last = min(step.first + len(step.token_ids), offset + len(rows))
@@ -120,6 +119,4 @@ class InputBatch:
 
     def append(self, row: int, token_id: int) -> None:
         """The row's next token was sampled."""
-        state = self._rows[row]
-        state.history.append(token_id)
-        state.last_sampled = token_id
+        self._rows[row].history.append(token_id)

@@ -5,6 +5,7 @@ its own RPCs. Owns no judgement and strikes nobody (``faults`` does).
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ class Node:
 class Cluster:
     """A running deployment. ``specs`` in the order of the plan, router first."""
 
-    def __init__(self, specs: tuple[ProcessSpec, ...], supervisor: Supervisor) -> None:
+    def __init__(self, specs: tuple[ProcessSpec, ...], supervisor: Supervisor, state: StateDir) -> None:
         self.specs = specs
+        self._state = state
         self.supervisor = supervisor
         router = specs[0].config
         assert isinstance(router, RouterConfig)
@@ -130,6 +132,24 @@ class Cluster:
                 return rests
             await asyncio.sleep(POLL_S)
 
+    def restarts(self) -> dict[str, int]:
+        """How often each process was started again, by name."""
+        return {row.name: row.restarts for row in self.supervisor.rows()}
+
+    def logged_errors(self) -> list[tuple[str, str]]:
+        """What processes logged as errors, or said outside of their logs, with the process's name."""
+        found = []
+        for spec in self.specs:
+            for line in self._state.log_file(spec.name).read_text(encoding="utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    found.append((spec.name, line))
+                    continue
+                if entry["level"] in ("error", "critical"):
+                    found.append((spec.name, f"{entry['message']} {entry.get('error', '')}"))
+        return found
+
     async def _is_there(self, specs: Sequence[ProcessSpec]) -> bool:
         """Whether the router is connected to each of these, in its present process."""
         nodes = await self.nodes()
@@ -176,7 +196,7 @@ async def running(
         )
         specs = plan(topology, options, ports)
         supervisor = Supervisor(specs, state, restart=restart, backoff=Backoff(0.05, 1.0, 0.05))
-        cluster = Cluster(specs, supervisor)
+        cluster = Cluster(specs, supervisor, state)
         try:
             supervisor.start()
             await cluster.until_whole()

@@ -2,7 +2,7 @@
 
 Rules: ``ending`` exactly one ending, and an allowed one; ``tokens`` the oracle's ids, none lost, doubled or
 changed; ``text``, ``finish``, ``logprobs``, ``prompt``, ``usage`` agree with them; ``faults`` were what they
-claim to be; ``leaks`` nothing is held at rest.
+claim to be; ``crashes`` nobody died by itself; ``leaks`` nothing is held at rest.
 """
 
 from __future__ import annotations
@@ -125,6 +125,20 @@ def check_faults(faults: Sequence[Fault], wanted: Mapping[tuple[str, str], int])
         verified = sum(f.verified for f in faults if (f.kind, f.action) == (kind, action))
         if verified < count:
             found.append(Violation("faults", -1, f"{kind}: {verified} verified {action}s of {count}"))
+    return found
+
+
+def check_crashes(
+    faults: Sequence[Fault], restarts: Mapping[str, int], errors: Iterable[tuple[str, str]]
+) -> list[Violation]:
+    """Nobody died who was not killed (``restarts`` by process), and nobody logged an error (process, what)."""
+    found = [Violation("crashes", -1, f"{process} logged: {what}") for process, what in errors]
+    for process, count in restarts.items():
+        kills = sum(fault.action == "kill" for fault in faults if fault.worker == process)
+        if count != kills:
+            found.append(
+                Violation("crashes", -1, f"{process} died {count} times and was killed {kills} times")
+            )
     return found
 
 

@@ -71,6 +71,7 @@ async def run_plan(plan: Plan, root: Path, overrides: Sequence[str] = ()) -> Out
             seconds = clock.now() - began
             rests = await cluster.at_rest(QUIET_S)
             counters = await _counters(cluster)
+            restarts, errors = cluster.restarts(), cluster.logged_errors()
             answers = await aside
         finally:
             aside.cancel()
@@ -82,6 +83,7 @@ async def run_plan(plan: Plan, root: Path, overrides: Sequence[str] = ()) -> Out
     violations = [
         *ledger.check_requests(cases, expected, load.seen),
         *ledger.check_faults(faults, wanted),
+        *ledger.check_crashes(faults, restarts, errors),
         *ledger.check_rest(rests),
     ]
     return Outcome(plan, cases, load.seen, faults, rests, violations, counters, seconds)

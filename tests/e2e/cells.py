@@ -1,4 +1,4 @@
-"""One cell of the parity table: a way in which requests ran, their verdicts, and the evidence that they did."""
+"""One cell of the parity table: a way in which requests ran, the verdicts, the evidence that they did."""
 
 from __future__ import annotations
 

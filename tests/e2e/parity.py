@@ -75,16 +75,15 @@ class Parity:
         say(name)
         started = self.clock.now()
         answers = await ask_all(deployment, MODEL, requests, at_a_time)
+        seconds = self.clock.now() - started
         if not self.references:
             say("transformers, float32")
             drafts = [answer.token_ids for answer in answers]
             self.references = await asyncio.to_thread(compute, MODEL, self.prompts, drafts)
-        cell = self.judged(name, answers)
-        cell.seconds = self.clock.now() - started
-        return cell, answers
+        return self.judged(name, answers, seconds), answers
 
-    def judged(self, name: str, answers: Sequence[Answer]) -> Cell:
-        cell = Cell(name)
+    def judged(self, name: str, answers: Sequence[Answer], seconds: float) -> Cell:
+        cell = Cell(name, seconds=seconds)
         cell.judge(self.references, answers, VOCAB_SIZE)
         self.cells.append(cell)
         return cell
@@ -170,8 +169,7 @@ async def killed(run: Parity, deployment: Serving, salt: str) -> None:
         answers += got
         moved += num_migrated(deployment, wave, seen)
         await deployment.until_back("decode-0", pid)
-    cell = run.judged(name, answers)
-    cell.seconds = run.clock.now() - started
+    cell = run.judged(name, answers, run.clock.now() - started)
     cell.prove(f"{moved} of {len(answers)} went on elsewhere", moved == len(answers))
 
 

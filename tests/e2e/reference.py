@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 def compute(
     model_dir: Path, prompts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]
 ) -> list[list[Step]]:
-    """Greedy decoding by transformers of as many tokens as each draft has; an end of sequence does not end it.
+    """Greedy decoding by transformers of as many tokens as each draft has, ends of sequence ignored.
 
     A draft is a guess that makes it quicker, whatever it holds: a token stays only if it is the model's own
     choice after the tokens before it, so the result is that of decoding one token at a time.

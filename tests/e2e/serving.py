@@ -120,7 +120,7 @@ class Serving:
             await client.close()
 
     async def at_rest(self, patience_s: float = 15.0) -> dict[str, int]:
-        """What is still held anywhere: empty as soon as that is nothing, or what it is after ``patience_s``."""
+        """What is still held anywhere: empty as soon as it is nothing, or what is left after ``patience_s``."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + patience_s
         while (held := await self._held()) and loop.time() < give_up_at:

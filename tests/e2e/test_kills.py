@@ -52,7 +52,9 @@ async def test_a_kill_at_a_failpoint_changes_no_answer(
         violations = await send_and_judge(cluster, cases, per_second=40)
         rows = {row.name: row for row in cluster.supervisor.rows()}
         rests = await cluster.at_rest(8.0, without=arms)
+        errors = cluster.logged_errors()
     assert violations == []
     dead = {name for name, row in rows.items() if row.exit_code == -signal.SIGKILL}
     assert dead == set(arms), "each dies at its own point, and nobody else"
     assert check_rest(rests) == []
+    assert errors == []

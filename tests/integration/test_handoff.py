@@ -29,6 +29,7 @@ from shared.types.worker import (
     Event,
     Failed,
     HandoffReady,
+    Released,
     Reserved,
     Resume,
     Start,
@@ -231,6 +232,23 @@ def test_an_abort_anywhere_leaves_nothing(
     for worker in (prefill, decode):
         worker.send(Abort("x"), Abort("y"), Abort("unknown"))
     at_rest(prefill, decode)
+
+
+def test_an_abort_while_a_chunk_is_computed_leaves_nothing(prefill: InProcessWorker) -> None:
+    request = make("c", list(range(5, 95)))
+    sent: list[Event] = []
+
+    def abort_at_the_first_blocks(batch: list[Event]) -> None:
+        # In the engine's thread, with the next chunk's step in flight.
+        if not sent and any(map(of(request, BlocksCommitted), batch)):
+            sent.extend(batch)
+            prefill.send(Abort("c"))
+
+    prefill.engine.core.subscribe(abort_at_the_first_blocks)
+    prefill.send(Start(request, PREFILL))
+    prefill.log.wait_for(of(request, Released))
+    assert sum(map(of(request, BlocksCommitted), prefill.log.events)) == 1
+    at_rest(prefill)
 
 
 def test_a_lost_producer_means_local_prefill_with_the_same_tokens(decode: InProcessWorker) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shared.types.request import SamplingParams
-from tests.chaos.ledger import check_faults, check_requests, check_rest, percentile, stalls
+from tests.chaos.ledger import check_crashes, check_faults, check_requests, check_rest, percentile, stalls
 from tests.chaos.records import Case, Expected, Fault, Piece, Rest, Seen
 
 CASES = [
@@ -222,6 +222,14 @@ def test_only_a_proven_fault_counts(lacking: dict) -> None:
 
 def test_a_worker_that_stays_away_is_a_violation() -> None:
     assert [v.detail for v in check_faults([fault(back=False)], {})] == ["decode-0 did not come back"]
+
+
+def test_only_killed_processes_may_die() -> None:
+    assert check_crashes([fault()], {"decode-0": 1, "router": 0}, []) == []
+    assert [v.rule for v in check_crashes([fault()], {"decode-0": 2, "router": 0}, [])] == ["crashes"]
+    assert [v.rule for v in check_crashes([], {"router": 1}, [])] == ["crashes"]
+    assert [v.rule for v in check_crashes([fault(action="freeze")], {"decode-0": 1}, [])] == ["crashes"]
+    assert [v.detail for v in check_crashes([], {}, [("router", "oh")])] == ["router logged: oh"]
 
 
 def test_a_stall_is_the_longest_wait_around_its_fault() -> None:

@@ -6,32 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from models import build
-from models.gguf_source import SourceError, find_gguf
-
-
-def _built(root: Path, name: str, *, text_only: bool) -> Path:
-    """A model of the demo, kept between runs in the project's own state folder."""
-    try:
-        find_gguf()
-    except SourceError as error:
-        pytest.skip(str(error))
-    out = root / ".triptych" / "models" / name
-    if not build.is_complete(out, text_only=text_only):
-        build.build(out, text_only=text_only)
-    return out
+from tests.fakes.demo_models import built
 
 
 @pytest.fixture(scope="session")
-def demo_model(repo_root: Path) -> Path:
+def demo_model() -> Path:
     """The demo vision-language model."""
-    return _built(repo_root, "smollm2-shapes-vlm", text_only=False)
+    return built("smollm2-shapes-vlm", text_only=False)
 
 
 @pytest.fixture(scope="session")
-def text_model(repo_root: Path) -> Path:
+def text_model() -> Path:
     """SmolLM2 alone, unpadded."""
-    return _built(repo_root, "smollm2-135m", text_only=True)
+    return built("smollm2-135m", text_only=True)
 
 
 @pytest.fixture(scope="session")

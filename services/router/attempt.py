@@ -29,6 +29,7 @@ from shared.types.worker import (
     Encode,
     Failed,
     HandoffReady,
+    Released,
     Resume,
     Start,
     Tokens,
@@ -263,6 +264,17 @@ class Attempt:
         error = from_code(event.code, event.message)
         self._fail(worker, error, retryable=event.retryable)
 
+    def on_released(self, worker: Worker, event: Released) -> None:
+        """A worker gave everything back. By itself it may do so only when nothing more is due from it."""
+        route = self._route
+        if route is None or worker not in self._holders:
+            return
+        before_handoff = worker is route.prefill and not self._resumed
+        if worker is route.decode or worker in self._encoding or before_handoff:
+            self._fail(worker, WorkerLost("a worker gave the request up"))
+        else:
+            self._release(worker, abort=False)
+
     def worker_lost(self, worker: Worker) -> None:
         """A worker is gone. Ends the attempt unless the others can do without it: an encoder that
         has answered may have been read already, a producer likewise once decode was resumed; if
@@ -286,6 +298,8 @@ class Attempt:
         if retryable is None:
             retryable = error.retryable
         self.close()
+        # One that was going down anyway has not crashed.
+        crashed = crashed and not worker.status.draining
         self.flight.attempt_failed(self, worker, error, retryable=retryable, crashed=crashed)
 
     @property

@@ -33,7 +33,16 @@ from shared.telemetry import metrics
 from shared.telemetry.logs import get_logger
 from shared.telemetry.tracing import Tracer
 from shared.types.inference import InferenceRequest, ModelCard, Output
-from shared.types.worker import BlocksCommitted, Event, Failed, HandoffReady, Renew, Tokens, WorkerInfo
+from shared.types.worker import (
+    BlocksCommitted,
+    Event,
+    Failed,
+    HandoffReady,
+    Released,
+    Renew,
+    Tokens,
+    WorkerInfo,
+)
 
 logger = get_logger(__name__)
 
@@ -76,6 +85,7 @@ class Dispatcher:
             BlocksCommitted: Attempt.on_blocks,
             HandoffReady: Attempt.on_handoff,
             Failed: Attempt.on_failed,
+            Released: Attempt.on_released,
         }
         self.workers = WorkerPool(dial, clock, self, routing)
         self.admission = Admission(limits, clock)

@@ -143,12 +143,20 @@ def build_token_engine(
     return TokenEngine(core, loop, desk, arenas)
 
 
-def _limits(config: WorkerConfig, backend: Backend) -> SchedulerLimits:
+def max_model_len(config: WorkerConfig, backend: Backend) -> int:
+    """Tokens of the longest sequence: as configured, as the model allows, and never more than the pool
+    holds, with a block to spare for a copy. A longer one could not even go on alone."""
+    spec = backend.cache_spec(config.kv.block_size)
+    room = (num_blocks_for(config.kv, spec) - 1) * spec.block_size
     longest = backend.max_model_len
+    return max(1, min(config.scheduler.max_model_len or longest, longest, room))
+
+
+def _limits(config: WorkerConfig, backend: Backend) -> SchedulerLimits:
     return SchedulerLimits(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=min(config.scheduler.max_model_len or longest, longest),
+        max_model_len=max_model_len(config, backend),
     )
 
 

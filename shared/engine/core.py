@@ -40,6 +40,7 @@ from shared.types.worker import (
     Renew,
     Resume,
     Start,
+    Status,
     Tokens,
     WorkerStatus,
 )
@@ -147,11 +148,12 @@ class EngineCore:
                 self._after_checksum(outcome.committed[-1])
                 if outcome.sequence.kv_open:
                     self._p.store.offer(outcome.committed)
-            if live.mode == PREFILL and outcome.sequence is live.parent and not live.parent.closing:
+            # Aborted or preempted with this step in flight: its blocks are given back already.
+            if live.mode == PREFILL and outcome.sequence is live.parent and live.parent.kv_open:
                 self._announce(live, outcome)
             if outcome.token_id is not None:
                 self._emit_token(outcome)
-        for live in [*touched.values(), *self._ending.values()]:
+        for live in {**self._ending, **touched}.values():
             self._advance(live)
 
     # -- commands -----------------------------------------------------------------------------
@@ -171,6 +173,7 @@ class EngineCore:
                     self._p.outflow.renew(handoff_id)
             elif isinstance(command, Drain):
                 self._draining = True
+                self._emit(Status(self.status()))
 
     def _start(self, command: Start) -> None:
         request = command.request
@@ -201,8 +204,10 @@ class EngineCore:
         p = self._p
         if self._draining:
             return "overloaded", "this worker is draining", True
-        if request.request_id in self._live:
+        if request.request_id in self._live or self._intake.receives(request.request_id):
             return "invalid_value", "duplicate request id", False
+        if len(request.choices) > p.scheduler.max_rows:
+            return "invalid_value", "more choices than this worker has rows", False
         if request.model != p.model:
             return "model_not_found", "this worker serves another model", False
         wanted = min(len(request.token_ids) + 1, p.max_model_len)
@@ -242,13 +247,9 @@ class EngineCore:
         if self._intake.abort(command.request_id, command.choices):
             return
         live = self._live.get(command.request_id)
-        if live is None:
-            return
-        if live.held:
-            self._on_verified(live.handoff_id.encode())
-            return
-        self._stop(live, command.choices or tuple(live.sequences))
-        self._advance(live)
+        if live is not None:
+            live.unwanted.update(command.choices or live.sequences)
+            self._advance(live)
 
     def _stop(self, live: LiveRequest, choices: tuple[int, ...]) -> None:
         self._p.store.forget(live.parent)
@@ -296,7 +297,12 @@ class EngineCore:
     def _advance(self, live: LiveRequest) -> None:
         """Move a request on after its sequences changed."""
         if live.held:
+            if live.all_unwanted:
+                self._on_verified(live.handoff_id.encode())
             return
+        # While choices share the work on their prompt, and its handoff, they end all together.
+        if live.all_unwanted or (live.unwanted and live.mode != PREFILL and not live.parent.children):
+            self._stop(live, tuple(live.unwanted))
         if live.mode == PREFILL and live.parent.num_sampled and not live.parent.closing:
             self._p.embeddings.release(live.request)
             self._p.spans.end(live.request_id, cached_tokens=live.parent.num_cached)

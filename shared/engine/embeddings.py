@@ -82,6 +82,9 @@ class Embeddings:
             return "no embeddings were handed over"
         if params.row_bytes != self._row_bytes:
             return "embedding rows of another width"
+        num_blocks = self._cache.num_blocks_for(params.num_rows)
+        if not len(params.block_ids) == len(params.generations) == num_blocks > 0:
+            return "embeddings in blocks of another size"
         try:
             entry = self._cache.allocate(params.mm_hash, params.num_rows, request.request_id)
         except OutOfBlocks:

@@ -36,6 +36,7 @@ from shared.types.worker import (
     HandoffReady,
     Released,
     Renew,
+    Status,
     WorkerStatus,
 )
 
@@ -198,6 +199,7 @@ class EncoderCore:
                     self._p.leases.renew(handoff_id)
             elif isinstance(command, Drain):
                 self._draining = True
+                self._emit(Status(self.status()))
 
     def _encode(self, command: Encode) -> None:
         if self._draining or command.request_id in self._live:
@@ -285,8 +287,8 @@ class EncoderCore:
 
     def _fail(self, encoding: Encoding, code: str, message: str, retryable: bool) -> None:
         encoding.span.end()
-        self._release(encoding.request_id)
         self._emit(Failed(encoding.request_id, code, message, retryable))
+        self._release(encoding.request_id)
 
     def _release(self, request_id: str) -> None:
         encoding = self._live.pop(request_id, None)

@@ -1,7 +1,7 @@
 """The process around an engine: gRPC server, announcements, metrics, signals, and the way down.
 
-Order up: engine thread, gRPC server, announcer. Order down: announce nothing more, drain, stop the
-engine, then the puller and the arenas. A fatal engine error ends the process with status 1, so that
+Order up: engine thread, gRPC server, announcer. Order down: drain, withdraw, stop the engine, then
+the puller and the arenas. A fatal engine error ends the process with status 1, so that
 its requests go on elsewhere.
 """
 
@@ -20,8 +20,9 @@ import uvloop
 from shared.clock import MonotonicClock, SystemEntropy
 from shared.config.services import TelemetryConfig, WorkerConfig
 from shared.engine.backend import Backend, load_backend
-from shared.engine.build import Environment, build_token_engine
+from shared.engine.build import Environment, build_token_engine, max_model_len
 from shared.engine.build_encoder import build_encoder_engine
+from shared.engine.loop import STATUS_INTERVAL_S
 from shared.engine.port import Core, EnginePort
 from shared.engine.store_calls import RemoteStoreCalls
 from shared.failpoints import Failpoints
@@ -80,9 +81,7 @@ class Host:
             identity=self.backend.identity,
             agent=self.agent_info(),
             block_size=config.kv.block_size,
-            max_model_len=min(
-                config.scheduler.max_model_len or self.backend.max_model_len, self.backend.max_model_len
-            ),
+            max_model_len=max_model_len(config, self.backend),
             pid=os.getpid(),
         )
 
@@ -198,7 +197,9 @@ async def _run(host: Host, core: Core, loop: Loop, port: EnginePort) -> None:
     server = RpcServer(
         config.server.host, config.server.port, max_message_bytes=config.server.max_message_bytes
     )
-    WorkerServicer(port, max_media_bytes=config.encoder.max_media_bytes).add_to(server.server)
+    WorkerServicer(
+        port, max_media_bytes=config.encoder.max_media_bytes, heartbeat_s=STATUS_INTERVAL_S
+    ).add_to(server.server)
     metrics = MetricsServer(config.server.metrics_host, config.server.metrics_port)
     metrics_port = metrics.start()
     loop.start()
@@ -209,20 +210,21 @@ async def _run(host: Host, core: Core, loop: Loop, port: EnginePort) -> None:
     announcer.start()
     log.info("ready", address=host.address, metrics_port=metrics_port, model=host.backend.identity.model)
     await host.stopping.wait()
-    await announcer.close()
     if not host.exit_code:
-        await _drain(core, config.runtime.drain_s)
+        await _drain(host, core)
+    await announcer.close()
     await server.stop(0.5)
     metrics.close()
 
 
-async def _drain(core: Core, limit_s: float) -> None:
-    """Take nothing new and wait until nothing runs, at most ``limit_s``."""
+async def _drain(host: Host, core: Core) -> None:
+    """Take nothing new and wait until nothing runs, at most ``drain_s``. Routers hear of it by status;
+    they would give up what still runs if the worker withdrew first."""
     drain: list[Command] = [Drain()]
     core.submit(drain)
     with suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while _busy(core):
+        async with asyncio.timeout(host.config.runtime.drain_s):
+            while _busy(core) and not host.exit_code:
                 await asyncio.sleep(0.05)
 
 

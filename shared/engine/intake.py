@@ -117,6 +117,10 @@ class Intake:
             self._emit(Released(request_id))
         return True
 
+    def receives(self, request_id: str) -> bool:
+        """Whether the request is being received now."""
+        return request_id in self._receiving
+
     def request_ids(self) -> list[str]:
         """Requests being received now."""
         return list(self._receiving)

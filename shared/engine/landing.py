@@ -64,10 +64,12 @@ class Landing:
 
     def pull(self, producer: AgentInfo, group: int, first: int, refs: tuple[BlockRef, ...]) -> None:
         """Pull ``refs`` into table indices ``first`` .. of ``group``; held ones and those beyond the
-        table are skipped."""
+        table are skipped; nothing happens once the table was given up."""
+        if self._closed:
+            return
         table = self._kv.table(self.key)[group]
         indices = [first + i for i in range(len(refs)) if self.num_held <= first + i < len(table)]
-        if not indices or self._closed:
+        if not indices:
             return
         pull_id = self._desk.new_id()
         self._flying[pull_id] = (group, indices)

@@ -11,7 +11,7 @@ from shared.types.request import GenerationRequest
 @dataclass(slots=True)
 class LiveRequest:
     """One started request. ``handoff_id`` names its blocks to the outside (PREFILL).
-    ``num_announced``: blocks whose BlocksCommitted was sent."""
+    ``num_announced``: blocks whose BlocksCommitted was sent. ``unwanted``: choices that were aborted."""
 
     request: GenerationRequest
     mode: str
@@ -19,6 +19,7 @@ class LiveRequest:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     num_announced: int = 0
     held: bool = False
+    unwanted: set[int] = field(default_factory=set)
 
     @property
     def request_id(self) -> str:
@@ -28,6 +29,11 @@ class LiveRequest:
     def parent(self) -> Sequence:
         """The sequence that computes the prompt."""
         return self.sequences[self.request.choices[0]]
+
+    @property
+    def all_unwanted(self) -> bool:
+        """Every choice was aborted."""
+        return self.unwanted.issuperset(self.sequences)
 
     @property
     def all_done(self) -> bool:

@@ -12,6 +12,9 @@ from shared.errors import InternalError, TriptychError
 from shared.multimodal.decoder import DecodeOptions, MediaDecoder
 from shared.multimodal.image import ImageLimits, inspect_image
 from shared.multimodal.processor import load_processor
+from shared.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 Done = Callable[[Prepared | TriptychError], None]
 
@@ -52,6 +55,10 @@ class PixelMedia:
             done(error)
         except OSError:
             done(InternalError("the picture decoder could not be started"))
+        except Exception:
+            # Whoever waits for the picture must hear of it.
+            log.exception("a picture could not be prepared")
+            done(InternalError("the picture could not be prepared"))
         else:
             num_rows = self._processor.num_rows(header.width, header.height)
             done(Prepared(pixels.data, pixels.shape, num_rows))

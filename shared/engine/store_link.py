@@ -66,7 +66,7 @@ class RemoteStoreLink(StoreLink):
         self._min_blocks = min_blocks
         self._max_offered = max_offered_blocks
         self._num_offered = 0
-        self._landings: dict[str, Landing] = {}
+        self._landings: dict[str, tuple[Landing, str]] = {}
 
     def load(self, sequence: Sequence, then: Callable[[], None]) -> None:
         request, spec = sequence.request, self._kv.spec
@@ -96,19 +96,26 @@ class RemoteStoreLink(StoreLink):
         )
 
     def forget(self, sequence: Sequence) -> None:
-        landing = self._landings.pop(sequence.key, None)
+        landing, lease_id = self._landings.pop(sequence.key, (None, ""))
         if landing is not None:
             landing.close()
+            self._calls.release(lease_id)
             sequence.kv_open = False
 
     def offer(self, blocks: tuple[CommittedBlock, ...]) -> None:
-        if self._num_offered + len(blocks) > self._max_offered:
+        # The request may have ended with this very step: then only what is cached is still there.
+        blocks = tuple(block for block in blocks if self._is_kept(block))
+        if not blocks or self._num_offered + len(blocks) > self._max_offered:
             return
         self._num_offered += len(blocks)
         for block in blocks:
             self._kv.pin(block.group, (block.block_id,))
         metrics.STORE_OFFERED.inc(len(blocks))
         self._calls.offer(blocks, lambda kept: self._inbox.post(lambda: self._offered(blocks)))
+
+    def _is_kept(self, block: CommittedBlock) -> bool:
+        pool = self._kv.pool(block.group)
+        return pool.ref_count(block.block_id) > 0 or pool.key(block.block_id) is not None
 
     def _offered(self, blocks: tuple[CommittedBlock, ...]) -> None:
         self._num_offered -= len(blocks)
@@ -137,7 +144,7 @@ class RemoteStoreLink(StoreLink):
             self._deadline_s,
             lambda outcome: self._landed(sequence, first, hit, outcome, then),
         )
-        self._landings[sequence.key] = landing
+        self._landings[sequence.key] = landing, hit.lease_id
         for run in hit.runs:
             landing.pull(run.producer, run.group, first, run.blocks)
 
@@ -145,7 +152,7 @@ class RemoteStoreLink(StoreLink):
         self, sequence: Sequence, first: int, hit: StoreHit, outcome: PullOutcome, then: Callable[[], None]
     ) -> None:
         observe_pull("store", outcome)
-        landing = self._landings.get(sequence.key)
+        landing, _ = self._landings.get(sequence.key, (None, ""))
         if landing is None or not landing.idle:
             return
         del self._landings[sequence.key]

@@ -79,7 +79,7 @@ def inference_from_wire(wire: pb.GenerateRequest) -> InferenceRequest:
         include_stop_str=wire.include_stop_str,
         skip_special_tokens=wire.skip_special_tokens if wire.HasField("skip_special_tokens") else True,
         cache_salt=checks.text("cache_salt", wire.cache_salt),
-        priority=checks.number("priority", wire.priority, checks.MAX_PRIORITY, -checks.MAX_PRIORITY),
+        priority=wire.priority,
         deadline_s=checks.real("deadline_s", wire.deadline_s, 0, checks.MAX_SECONDS)
         if has_deadline
         else None,

@@ -136,7 +136,7 @@ def request_from_wire(wire: pb.GenerationRequest) -> GenerationRequest:
         media=_media_from_wire(wire),
         cache_salt=checks.text("cache_salt", wire.cache_salt),
         adapter=checks.text("adapter", wire.adapter),
-        priority=checks.number("priority", wire.priority, checks.MAX_PRIORITY, -checks.MAX_PRIORITY),
+        priority=wire.priority,
         deadline_s=checks.real("deadline_s", wire.deadline_s, 0, checks.MAX_SECONDS)
         if has_deadline
         else None,

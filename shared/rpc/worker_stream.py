@@ -19,7 +19,7 @@ from shared.rpc import checks
 from shared.rpc.convert_events import events_to_wire
 from shared.rpc.convert_worker import command_from_wire, command_request_id, info_to_wire, status_to_wire
 from shared.telemetry.logs import get_logger
-from shared.types.worker import Command, Event, Failed, WorkerInfo, WorkerStatus
+from shared.types.worker import Command, Event, Failed, Status, WorkerInfo, WorkerStatus
 from triptych.v1 import worker_pb2 as pb
 from triptych.v1 import worker_pb2_grpc
 
@@ -59,11 +59,18 @@ class WorkerPort(Protocol):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """A WorkerPort on the wire. Of one router id the newest stream with the highest epoch counts."""
+    """A WorkerPort on the wire. Of one router id the newest stream with the highest epoch counts.
 
-    def __init__(self, port: WorkerPort, *, max_media_bytes: int = 16 << 20) -> None:
+    Every ``heartbeat_s`` each stream says the port's Status, from the event loop: a worker in the middle
+    of a long step is alive. None: only what the port emits is said.
+    """
+
+    def __init__(
+        self, port: WorkerPort, *, max_media_bytes: int = 16 << 20, heartbeat_s: float | None = None
+    ) -> None:
         self._port = port
         self._max_media_bytes = max_media_bytes
+        self._heartbeat_s = heartbeat_s
         self._outboxes: dict[str, _Outbox] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -74,7 +81,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[pb.WorkerStreamResponse]:
         outbox = self._attach(await _hello(request_iterator))
         unsubscribe = self._port.subscribe(outbox.put)
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        tasks = [asyncio.create_task(self._read(request_iterator, outbox))]
+        if self._heartbeat_s is not None:
+            tasks.append(asyncio.create_task(self._beat(outbox, self._heartbeat_s)))
         try:
             yield pb.WorkerStreamResponse(hello=pb.WorkerHello(info=info_to_wire(self._port.info())))
             async for events in outbox.batches():
@@ -82,7 +91,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     yield pb.WorkerStreamResponse(events=batch)
         finally:
             unsubscribe()
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
             if self._outboxes.get(outbox.router_id) is outbox:
                 del self._outboxes[outbox.router_id]
                 self._port.detached(outbox.router_id)
@@ -125,6 +135,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             earlier.close()
         outbox = self._outboxes[router_id] = _Outbox(router_id, hello.epoch)
         return outbox
+
+    async def _beat(self, outbox: _Outbox, interval_s: float) -> None:
+        while not outbox.closed:
+            await asyncio.sleep(interval_s)
+            outbox.put([Status(self._port.status())])
 
     async def _read(self, requests: AsyncIterator[pb.WorkerStreamRequest], outbox: _Outbox) -> None:
         """Hand commands over until the router ends its side; then, or on an error, end the stream."""

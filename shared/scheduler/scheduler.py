@@ -66,6 +66,11 @@ class Scheduler:
     # -- membership ---------------------------------------------------------------------------
 
     @property
+    def max_rows(self) -> int:
+        """Choices that one request may have while its prompt is computed."""
+        return self._limits.max_num_seqs
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -151,6 +156,7 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------
 
     def _continue(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        block_size = self._kv.spec.block_size
         count = min(builder.budget, sequence.num_tokens - sequence.num_computed)
         first, end = sequence.num_computed, sequence.num_computed + count
         try:
@@ -163,9 +169,9 @@ class Scheduler:
             # Until the copy was made its source must not be handed out, whoever else lets go of it.
             self._kv.pin(copy.group, (copy.src,))
         builder.copies.extend(copies)
-        start = sequence.sent_blocks
-        if copies:
-            start = min(start, first // self._kv.spec.block_size)
+        # What may have been replaced: the block of a copy, and blocks that are written from their start.
+        changed = first // block_size if copies else -(-first // block_size)
+        start = min(sequence.sent_blocks, changed)
         length = self._kv.table_len(sequence.key)
         blocks = self._no_blocks
         if start < length:
@@ -211,9 +217,14 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder) -> None:
         while self._waiting and builder.budget > 0:
             sequence = self._waiting[0]
-            members = (sequence, *sequence.children)
-            if len(members) > len(self._free_rows) or not self._open(sequence):
+            members = (sequence, *(child for child in sequence.children if not child.closing))
+            if len(members) > len(self._free_rows):
                 return
+            if not self._open(sequence):
+                # What runs will give blocks back; those that only wait never would.
+                if self._running or not self._take_back():
+                    return
+                continue
             self._waiting.pop(0)
             for member in members:
                 member.row = self._free_rows.pop()
@@ -256,12 +267,19 @@ class Scheduler:
         lost, self._lost = self._lost, []
         return lost
 
+    def _take_back(self) -> bool:
+        """Preempt the last that waits with blocks (received or loaded), the first in order excepted."""
+        holders = [sequence for sequence in self._waiting[1:] if sequence.kv_open]
+        if holders:
+            self._preempt(holders[-1])
+        return bool(holders)
+
     def _make_room(self, builder: PlanBuilder) -> None:
         """Preempt the last in order; the one in need tries again next step. A victim with a step in
         flight gives its blocks back when that step has come home."""
-        candidates = [s for s in self._running if not s.done and s.kv_open and not s.preempt_pending]
-        if any(s.preempt_pending for s in self._running) or not candidates:
+        if any(s.preempt_pending for s in self._running):
             return
+        candidates = [s for s in (*self._running, *self._waiting) if not s.done and s.kv_open]
         victim = max(candidates, key=lambda s: (s.preemptions < MAX_PREEMPTIONS, s.order))
         if victim.inflight or builder.involves(victim):
             victim.preempt_pending = True
@@ -274,6 +292,7 @@ class Scheduler:
         metrics.PREEMPTIONS.inc()
         victim.preemptions += 1
         self._close(victim)
+        _discard(self._waiting, victim)
         for member in (victim, *victim.children):
             self._leave(member)
             member.restart()

@@ -197,6 +197,9 @@ class Puller:
         except TransferError as error:
             _log.warning("a pull was refused", problem=error.message)
             self._finish(flight, "failed")
+        except Exception:
+            _log.exception("a pull could not begin")
+            self._finish(flight, "failed")
         else:
             self._flights[pull.pull_id] = flight
             self._advance(flight)

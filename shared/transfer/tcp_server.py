@@ -227,6 +227,8 @@ class TcpServer:
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: _Connection, events: int) -> None:
+        if connection not in self._connections:
+            return  # dropped for another one in this very round
         try:
             if events & selectors.EVENT_READ:
                 connection.receive()

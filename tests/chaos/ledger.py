@@ -131,7 +131,7 @@ def check_faults(faults: Sequence[Fault], wanted: Mapping[tuple[str, str], int])
 def check_crashes(
     faults: Sequence[Fault], restarts: Mapping[str, int], errors: Iterable[tuple[str, str]]
 ) -> list[Violation]:
-    """Nobody died who was not killed (``restarts`` by process), and nobody logged an error (process, what)."""
+    """Nobody died who was not killed (``restarts`` by process), and no error was logged (process, what)."""
     found = [Violation("crashes", -1, f"{process} logged: {what}") for process, what in errors]
     for process, count in restarts.items():
         kills = sum(fault.action == "kill" for fault in faults if fault.worker == process)

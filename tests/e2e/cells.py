@@ -15,6 +15,8 @@ from tests.e2e.reference import Answer, Step, compare
 from tests.e2e.serving import Serving
 
 BLOCK_SIZE = 16
+#: The first token is the prefill worker's, so whoever has so many is with decode.
+MID_STREAM = 2
 
 
 @dataclass
@@ -55,6 +57,12 @@ def asked(prompts: Iterable[tuple[int, ...]], num_tokens: int, salt: str) -> lis
     ]
 
 
+def fresh_trace(request: Asked, label: str) -> Asked:
+    """The same request once more, under a trace of its own."""
+    digest = hashlib.sha256(f"{request.trace_id}/{label}".encode()).hexdigest()
+    return request._replace(trace_id=digest[:32])
+
+
 async def ask_all(
     serving: Serving, model_dir: Path, requests: Sequence[Asked], at_a_time: int
 ) -> list[Answer]:
@@ -71,17 +79,17 @@ async def ask_all(
 
 
 async def ask_and_kill(
-    serving: Serving, model_dir: Path, requests: Sequence[Asked], victim: str, *, after: int = 3
+    serving: Serving, model_dir: Path, requests: Sequence[Asked], victim: str
 ) -> tuple[list[Answer], list[int], int]:
-    """Stream all requests at once and kill a worker as soon as each has ``after`` tokens. Returns the
-    answers, how many tokens each had when the worker was killed, and its pid."""
+    """Stream all requests at once and kill a worker as soon as each is in mid-stream, or the first is about
+    to end. Returns the answers, how many tokens each had when the worker was killed, and its pid."""
     counts = [0] * len(requests)
     ready = asyncio.Event()
 
     def on_tokens(index: int) -> Callable[[int], None]:
         def count(number: int) -> None:
             counts[index] = number
-            if min(counts) >= after:
+            if min(counts) >= MID_STREAM or max(counts) >= requests[index].num_tokens - 3:
                 ready.set()
 
         return count
@@ -98,6 +106,25 @@ async def ask_and_kill(
         return list(await asyncio.gather(*tasks)), seen, killed
 
 
+def migrated(serving: Serving, requests: Sequence[Asked], seen: Sequence[int]) -> set[str]:
+    """Trace ids of the requests that were in mid-stream when their worker was killed, and whose trace shows
+    that another went on: it was given the prompt and at least the tokens seen."""
+    lengths = {
+        request.trace_id: len(request.prompt) + count
+        for request, count in zip(requests, seen, strict=True)
+        if MID_STREAM <= count < request.num_tokens
+    }
+
+    def moved(spans: Iterable[SpanRecord]) -> set[str]:
+        return {
+            span.trace_id
+            for span in spans
+            if span.trace_id in lengths and span.number("prompt_tokens") >= lengths[span.trace_id]
+        }
+
+    return moved(serving.wait_for_spans(lambda spans: len(moved(spans)) == len(lengths)))
+
+
 def gained(before: Samples, after: Samples, name: str, **labels: str) -> int:
     """How much a counter grew."""
     return int(after.value(name, **labels) - before.value(name, **labels))
@@ -107,12 +134,16 @@ def prove_transfer(
     cell: Cell, serving: Serving, requests: Sequence[Asked], extent_bytes: int, backend: str
 ) -> None:
     """Each request's own trace must show that exactly the blocks which decode lacked were moved."""
-    trace_ids = [request.trace_id for request in requests]
-    serving.wait_for_spans(trace_ids, "kv.transfer", "prefill", "decode")
+    wanted = {
+        (request.trace_id, name) for request in requests for name in ("kv.transfer", "prefill", "decode")
+    }
+    serving.wait_for_spans(lambda spans: wanted <= {(span.trace_id, span.name) for span in spans})
     total = 0
     proven = 0
     for request in requests:
         trace = {span.name: span for span in serving.trace(request.trace_id)}
+        if not {"kv.transfer", "prefill", "decode"} <= trace.keys():
+            continue
         span = trace["kv.transfer"]
         total += span.number("kv.bytes")
         proven += (
@@ -128,15 +159,3 @@ def prove_transfer(
 
 def _bytes_due(span: SpanRecord, num_tokens: int, extent_bytes: int) -> int:
     return (-(-num_tokens // BLOCK_SIZE) - span.number("kv.blocks_held")) * extent_bytes
-
-
-def num_migrated(serving: Serving, requests: Sequence[Asked], seen: Sequence[int]) -> int:
-    """Requests whose trace shows that another worker went on where the killed one had been: it was given
-    the prompt and at least the tokens seen."""
-    lengths = {r.trace_id: len(r.prompt) + count for r, count in zip(requests, seen, strict=True)}
-
-    def count(spans: Iterable[SpanRecord]) -> int:
-        moved = {s.trace_id for s in spans if s.number("prompt_tokens") >= lengths.get(s.trace_id, 1 << 30)}
-        return len(moved)
-
-    return serving.count_spans(count, len(requests))

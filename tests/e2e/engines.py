@@ -52,8 +52,12 @@ def make_worker(
     if backend is None:
         return InProcessWorker(config)
     made = backend()
-    config = replace(config, transfer=TransferConfig(order=(made.name,)))
-    return InProcessWorker(config, wrap=lambda shm: made)
+
+    def instead(shm: TransferBackend) -> TransferBackend:
+        shm.close()
+        return made
+
+    return InProcessWorker(replace(config, transfer=TransferConfig(order=(made.name,))), wrap=instead)
 
 
 def make_requests(

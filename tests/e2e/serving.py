@@ -73,19 +73,10 @@ class Serving:
         found = (span for span in self._collector.spans() if span.trace_id == trace_id)
         return sorted(found, key=lambda span: span.start_ns)
 
-    def wait_for_spans(self, trace_ids: Sequence[str], *names: str) -> None:
-        """Until each of these traces has a span of each name. Raises AssertionError."""
-        wanted = {(trace_id, name) for trace_id in trace_ids for name in names}
-
-        def are_here(spans: Sequence[SpanRecord]) -> bool:
-            return wanted <= {(span.trace_id, span.name) for span in spans}
-
-        assert self._collector.wait_for(are_here, PATIENCE_S), "spans are missing"
-
-    def count_spans(self, count: Callable[[Sequence[SpanRecord]], int], enough: int) -> int:
-        """What ``count`` makes of all spans, as soon as it is ``enough``, or once no more are to come."""
-        self._collector.wait_for(lambda spans: count(spans) >= enough, SPANS_S)
-        return count(self._collector.spans())
+    def wait_for_spans(self, enough: Callable[[Sequence[SpanRecord]], bool]) -> list[SpanRecord]:
+        """All spans, as soon as they are ``enough``, or once no more are to come."""
+        self._collector.wait_for(enough, SPANS_S)
+        return self._collector.spans()
 
     def kill(self, name: str) -> int:
         """SIGKILL; returns the pid that was killed."""
@@ -120,7 +111,7 @@ class Serving:
             await client.close()
 
     async def at_rest(self, patience_s: float = 15.0) -> dict[str, int]:
-        """What is still held anywhere: empty as soon as it is nothing, or what is left after ``patience_s``."""
+        """What is still held anywhere: empty as soon as that is nothing, else after ``patience_s``."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + patience_s
         while (held := await self._held()) and loop.time() < give_up_at:

@@ -18,12 +18,14 @@ from shared.telemetry.metrics import REGISTRY
 from shared.transfer.base import TransferBackend
 from tests.e2e.cells import (
     BLOCK_SIZE,
+    MID_STREAM,
     Cell,
     ask_all,
     ask_and_kill,
     asked,
+    fresh_trace,
     gained,
-    num_migrated,
+    migrated,
     prove_transfer,
 )
 from tests.e2e.engines import make_requests, make_worker, serve_alone, serve_apart
@@ -82,15 +84,24 @@ def test_aggregated_alone_in_a_batch_and_after_a_prefix_hit(text_model: Path, ri
         assert min(answer.cached_tokens for answer in answers) >= 3 * BLOCK_SIZE
 
 
-def test_chunked_and_preempted(text_model: Path, right: Right) -> None:
-    with make_worker("decode", text_model, num_blocks=22, max_num_batched_tokens=CHUNK) as worker:
+def test_chunked(text_model: Path, right: Right) -> None:
+    with make_worker("decode", text_model, max_num_batched_tokens=CHUNK) as worker:
         start = local_metrics()
-        requests = make_requests(worker, right.prompts, NUM_TOKENS, "tight")
+        requests = make_requests(worker, right.prompts, NUM_TOKENS, "chunked")
         right.check(serve_alone(worker, requests, NUM_PROMPTS))
         end = local_metrics()
     steps = gained(start, end, "triptych_step_tokens_count")
     assert 0 < steps == gained(start, end, "triptych_step_tokens_bucket", le=f"{CHUNK}.0")
-    assert gained(start, end, "triptych_preemptions_total") > 0
+
+
+def test_preempted(text_model: Path, right: Right) -> None:
+    # Room for the first four prompts, and hardly for their answers.
+    num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in right.prompts[:4]) + 1
+    with make_worker("decode", text_model, num_blocks=num_blocks) as worker:
+        start = local_metrics()
+        requests = make_requests(worker, right.prompts, NUM_TOKENS, "tight")
+        right.check(serve_alone(worker, requests, NUM_PROMPTS))
+        assert gained(start, local_metrics(), "triptych_preemptions_total") > 0
 
 
 def _tcp() -> TransferBackend:
@@ -138,13 +149,14 @@ async def test_real_workers_apart_then_killed_then_from_the_store(
         prove_transfer(shm, deployment, requests, kv_group(config).extent_bytes(BLOCK_SIZE), "shm")
         assert not shm.problems
 
-        again = [request._replace(trace_id=request.trace_id[::-1]) for request in requests]
+        again = [fresh_trace(request, "again") for request in requests]
         answers, seen, killed = await ask_and_kill(deployment, text_model, again, "decode-0")
         right.check(answers)
-        assert max(seen) < NUM_TOKENS and num_migrated(deployment, again, seen) == NUM_PROMPTS
+        in_mid_stream = sum(MID_STREAM <= count < NUM_TOKENS for count in seen)
+        assert 0 < in_mid_stream == len(migrated(deployment, again, seen))
 
-        other = asked(right.prompts, 1, "other")
-        await ask_all(deployment, text_model, other, NUM_PROMPTS)
+        others = asked(right.prompts, 1, "other") + asked(right.prompts, 1, "another")
+        await ask_all(deployment, text_model, others, NUM_PROMPTS)
         await deployment.until_back("decode-0", killed)
         before = deployment.metrics("prefill-0")
         answers = await ask_all(deployment, text_model, requests, NUM_PROMPTS)

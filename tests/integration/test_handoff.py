@@ -112,9 +112,12 @@ def answer(prefill: InProcessWorker, decode: InProcessWorker, request: Generatio
 
 
 def at_rest(*workers: InProcessWorker) -> None:
+    def nothing_held(worker: InProcessWorker) -> bool:
+        status = worker.status()
+        return not (status.num_blocks_held or status.num_leases or status.num_blocks_quarantined)
+
     for worker in workers:
-        worker.wait(lambda w=worker: w.status().num_blocks_held == 0 and w.status().num_leases == 0)
-        assert worker.status().num_blocks_quarantined == 0
+        worker.wait(lambda w=worker: nothing_held(w))
 
 
 def test_aggregated_answers_are_the_oracles(decode: InProcessWorker) -> None:
@@ -264,6 +267,22 @@ def test_a_lost_producer_means_local_prefill_with_the_same_tokens(decode: InProc
     decode.send(Resume("k", (first,), ready.num_blocks))
     decode.log.wait_for(finished(request, 0))
     assert [first, *tokens_of(decode, request)] == oracle(request)
+    at_rest(decode)
+
+
+def test_choices_without_their_producer_compute_the_prompt_apart(decode: InProcessWorker) -> None:
+    """In chunks, in blocks that they shared until then."""
+    request = make("a", list(range(11, 80)), choices=(0, 1, 2), sampling={"temperature": 1.5})
+    with InProcessWorker(worker_config("prefill")) as prefill:
+        agent = prefill.agent_info()
+    decode.send(Start(request, DECODE))
+    blocks = tuple(BlockRef(block_id, 1, (1, 2)) for block_id in range(5))
+    decode.send(Attach("a", KvTransferParams("gone", agent, 0, 0, blocks)))
+    expected = [oracle(request, choice) for choice in request.choices]
+    decode.send(Resume("a", tuple(answer[0] for answer in expected), 5))
+    for choice in request.choices:
+        decode.log.wait_for(finished(request, choice))
+    assert [tokens_of(decode, request, choice) for choice in request.choices] == [e[1:] for e in expected]
     at_rest(decode)
 
 

@@ -125,3 +125,12 @@ def test_held_blocks_and_blocks_beyond_the_table_are_not_pulled() -> None:
     landing = Landing("a", 2, bench.kv, bench.desk, 1.0, bench.outcomes.append)
     landing.pull(PRODUCER, 0, 0, (*REFS, *REFS))
     assert [b.local_block for b in bench.puller.pulls[0].blocks] == [bench.kv.table("a")[0][2]]
+
+
+def test_what_is_attached_after_the_table_was_given_up_is_ignored() -> None:
+    bench = Bench(num_blocks=3)
+    bench.landing.pull(PRODUCER, 0, 0, REFS)
+    bench.answer(0, (False, False, False), terminal=False)
+    assert bench.landing.lost
+    bench.landing.pull(PRODUCER, 1, 0, REFS)
+    assert len(bench.puller.pulls) == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.config.services import LimitsConfig
+from shared.config.services import LimitsConfig, RoutingConfig
 from shared.types.worker import (
     AGGREGATED,
     Abort,
@@ -15,6 +15,7 @@ from shared.types.worker import (
     BlocksCommitted,
     Event,
     HandoffReady,
+    Released,
     Reserved,
     Resume,
     Start,
@@ -278,3 +279,58 @@ async def test_a_worker_that_comes_back_drops_what_it_did_before(make_cluster: A
     await cluster.settle()
     assert Abort(request_id) in cluster.d0.commands and len(cluster.dispatcher.workers) == 2
     await cluster.finish(task)
+
+
+@pytest.mark.parametrize(("victim", "kind"), [("e0", HandoffReady), ("p0", BlocksCommitted), ("d0", Tokens)])
+async def test_a_worker_that_gives_a_request_up_is_left_at_once(
+    make_cluster: Any, victim: str, kind: type[Event]
+) -> None:
+    cluster = await make_cluster("eeppdd")
+    worker = cluster.workers[victim]
+
+    def giving_up(event: Event) -> bool:
+        if isinstance(event, kind):
+            worker.hook = lambda e: True
+            worker.jobs.pop(event.request_id, None)
+            worker.holds.pop(event.request_id, None)
+            worker.emit(Released(event.request_id))
+            return False
+        return True
+
+    worker.hook = giving_up
+    request = picture_request(PNG)
+    started = cluster.clock.now()
+    cluster.check_exact(await cluster.ask(request), request, hashes_of(cluster))
+    assert cluster.clock.now() - started < 1
+
+
+async def test_a_release_that_was_due_changes_nothing(make_cluster: Any) -> None:
+    """The reader has confirmed what it read, before the router saw its first token."""
+    cluster = await make_cluster("epd")
+
+    def confirmed(event: Event) -> bool:
+        for producer in (cluster.p0, cluster.e0):
+            if producer.holds.pop(event.request_id, None):
+                producer.emit(Released(event.request_id))
+        return True
+
+    cluster.d0.hook = lambda e: isinstance(e, Reserved) or confirmed(e)
+    request = picture_request(PNG)
+    cluster.check_exact(await cluster.ask(request), request, hashes_of(cluster))
+    assert len(cluster.d0.got(Start)) == 1
+
+
+async def test_workers_that_go_down_in_order_are_no_crashes(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd", routing=RoutingConfig(crash_limit=1))
+
+    def leaving(event: Event) -> bool:
+        if isinstance(event, Tokens) and event.first_index == 4:
+            cluster.d0.draining = True
+            cluster.d0.heartbeat()
+            asyncio.get_running_loop().call_later(0, cluster.d0.kill)
+        return True
+
+    cluster.d0.hook = leaving
+    request = ask_for()
+    cluster.check_exact(await cluster.ask(request), request)
+    assert cluster.p0.got(Start)[-1].mode == AGGREGATED

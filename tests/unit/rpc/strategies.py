@@ -143,7 +143,7 @@ def requests(draw: st.DrawFn) -> GenerationRequest:
         media=media,
         cache_salt=draw(text),
         adapter=draw(text),
-        priority=draw(st.integers(-1000, 1000)),
+        priority=draw(st.integers(-(1 << 31), (1 << 31) - 1)),
         deadline_s=draw(st.none() | st.floats(0, 1e6)),
         traceparent=draw(text),
     )
@@ -239,7 +239,7 @@ def inference_requests(draw: st.DrawFn) -> inf.InferenceRequest:
         include_stop_str=draw(st.booleans()),
         skip_special_tokens=draw(st.booleans()),
         cache_salt=draw(text),
-        priority=draw(st.integers(-1000, 1000)),
+        priority=draw(st.integers(-(1 << 31), (1 << 31) - 1)),
         deadline_s=draw(st.none() | st.floats(0, 1e6)),
         label=draw(text),
         traceparent=draw(text),

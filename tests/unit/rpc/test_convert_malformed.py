@@ -63,7 +63,6 @@ def test_the_sound_request_is_sound() -> None:
         ("media", {"media": [item(2, 1), item(0, 1)]}),
         ("media", {"media": [item(1, 0)]}),
         ("media.mm_hash", {"media": [item(1, 1, "")]}),
-        ("priority", {"priority": 1 << 30}),
         ("deadline_s", {"deadline_s": -1.0}),
         ("deadline_s", {"deadline_s": math.nan}),
         ("cache_salt", {"cache_salt": "x" * 5000}),

@@ -18,7 +18,18 @@ from shared.rpc.convert_worker import command_to_wire
 from shared.rpc.server import RpcServer
 from shared.rpc.worker_client import WorkerClient
 from shared.rpc.worker_stream import WorkerServicer
-from shared.types.worker import PREFILL, Abort, Drain, Failed, KvEvents, Released, Renew, Start, Tokens
+from shared.types.worker import (
+    PREFILL,
+    Abort,
+    Drain,
+    Failed,
+    KvEvents,
+    Released,
+    Renew,
+    Start,
+    Status,
+    Tokens,
+)
 from tests.unit.rpc.samples import INFO, EchoWorker, collect, request, serving
 from triptych.v1 import worker_pb2 as pb
 from triptych.v1 import worker_pb2_grpc
@@ -110,6 +121,17 @@ async def test_a_command_that_fits_no_message_is_refused_at_once_and_alone(
         client.send(Abort("c"))
         await worker.until(lambda: bool(worker.commands))
     assert worker.commands == [Abort("c")]
+
+
+async def test_a_worker_that_emits_nothing_still_says_that_it_lives() -> None:
+    worker = EchoWorker()
+    async with serving(WorkerServicer(worker, heartbeat_s=0.01)) as address:
+        client = WorkerClient(address, "router", 1)
+        await client.connect()
+        try:
+            assert set(await collect(client.events(), 3)) == {Status(worker.status())}
+        finally:
+            await client.close()
 
 
 async def test_the_end_of_the_server_is_a_lost_worker() -> None:

@@ -17,7 +17,7 @@ from shared.scheduler.sequence import Sequence
 from shared.types.identity import IdentityKey
 from shared.types.kv import KVCacheSpec, KVGroupSpec
 from shared.types.request import GenerationRequest, MediaItem, SamplingParams
-from shared.types.worker import AGGREGATED, PREFILL
+from shared.types.worker import AGGREGATED, DECODE, PREFILL
 from tests.fakes.sum_runner import SumRunner, expected_tokens
 
 BLOCK = 4
@@ -222,6 +222,52 @@ def test_prefill_keeps_its_blocks_for_the_handoff_with_a_sealed_tail() -> None:
     assert [len(ref.checksums) for ref in refs] == [1, 1, 1]
     worker.kv.close(sequence.key)
     assert worker.kv.num_used() == 0
+
+
+def receive(worker: Worker, name: str, prompt: list[int]) -> Sequence:
+    """A sequence that comes with its prompt's blocks, as from a handoff; its KV counts as not computed."""
+    sequence = Sequence(request(name, prompt), 0, DECODE, len(name))
+    worker.kv.open(sequence.key, prompt, (), "", "", 0)
+    worker.kv.reserve(sequence.key, len(prompt), writable_from=0)
+    sequence.kv_open = True
+    worker.scheduler.add(sequence)
+    return sequence
+
+
+def test_sequences_that_wait_with_all_the_blocks_do_not_stop_each_other() -> None:
+    worker = Worker(num_blocks=8)
+    prompts = {name: list(range(1, 17)) for name in ("a", "bb")}
+    for name, prompt in prompts.items():
+        receive(worker, name, prompt)
+    assert worker.kv.num_free() == 0
+    worker.run()
+    for name, prompt in prompts.items():
+        assert worker.tokens[name, 0] == expected_tokens(prompt, 6)
+    assert worker.kv.num_used() == 0
+
+
+def test_one_that_runs_takes_blocks_from_one_that_only_waits_before_it_gives_up_its_own() -> None:
+    worker = Worker(num_blocks=6, rows=1)
+    first = worker.add(request("a", [1, 2, 3], max_tokens=12))[0]
+    worker.turn()
+    waiting = receive(worker, "late", list(range(1, 17)))
+    worker.run()
+    assert (first.preemptions, waiting.preemptions) == (0, 1)
+    assert worker.tokens["a", 0] == expected_tokens([1, 2, 3], 12)
+    assert worker.tokens["late", 0] == expected_tokens(list(range(1, 17)), 6)
+    assert worker.kv.num_used() == 0
+
+
+def test_a_choice_stopped_before_its_request_runs_takes_no_row() -> None:
+    worker = Worker(rows=3)
+    sequences = worker.add(request("a", [1, 2, 3], choices=(0, 1)))
+    worker.scheduler.stop(sequences[1])
+    worker.run()
+    assert worker.tokens["a", 0] == expected_tokens([1, 2, 3], 6)
+    assert worker.scheduler.num_running == 0
+    worker.add(request("b", [1, 2, 3], choices=(0, 1, 2)))
+    worker.run()
+    assert worker.tokens["b", 2] == expected_tokens([1, 2, 3], 6, 2)
 
 
 def test_more_choices_than_rows_is_refused() -> None:

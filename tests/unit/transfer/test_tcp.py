@@ -209,3 +209,17 @@ def test_a_server_that_is_silent_or_gone_is_lost(arena: Arena) -> None:
     with pytest.raises(PeerLost):
         backend.connect("gone", msgspec.msgpack.encode(silent))
     backend.close()
+
+
+def test_a_connection_dropped_in_this_round_is_served_no_more(
+    client: socket.socket, server: TcpBackend
+) -> None:
+    """Its event may still be in the list of the round in which it gave way to another."""
+    served = server._server
+    served.close()
+    (sock, peer) = socket.socketpair()
+    connection = tcp_server._Connection(sock, b"", [])
+    for events in (tcp_server.selectors.EVENT_READ, tcp_server.selectors.EVENT_WRITE):
+        connection.close()
+        served._serve(connection, events)
+    peer.close()

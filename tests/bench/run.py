@@ -1,0 +1,109 @@
+"""`make bench`: runs the parts one after the other, keeps their results, and writes bench/README.md.
+
+python -m tests.bench.run [--only PART ...] [--tables]
+
+Each part is a program of its own, so that none measures what another left behind. Most keep their result
+themselves; one that prints a JSON line instead has it turned into figures here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.bench.figures import README, ROOT, Figure, load, readme, record, save
+from tests.bench.setting import say, text_model, where
+
+Printed = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program. ``figures`` makes figures of the JSON line that it prints; None = it keeps its own."""
+
+    name: str
+    about: str
+    arguments: Callable[[], Sequence[str]]
+    figures: Callable[[Printed], list[Figure]] | None = None
+
+
+def model_figures(printed: Printed) -> list[Figure]:
+    """The model runner alone beside transformers' forward passes."""
+    names = {
+        "prefill_256": "runner alone: prefill of 256 tokens",
+        "decode_batch_1": "runner alone: decode step, batch 1",
+        "decode_batch_8": "runner alone: decode step, batch 8",
+    }
+    return [
+        Figure(name, printed[key]["ours_ms"], "ms", printed[key]["transformers_ms"], basis="transformers")
+        for key, name in names.items()
+    ]
+
+
+def witness_figures(printed: Printed) -> list[Figure]:
+    """The witness runner alone."""
+    batch, context = printed["batch"], printed["context"]
+    name = f"witness runner alone, batch {batch}, context up to {context}"
+    rate = printed["greedy"]["decode_tokens_per_s"]
+    return [
+        Figure(name, rate, "tokens/s", 100_000, at_most=False),
+        Figure(name + ", temperature 1", printed["temperature_1"]["decode_tokens_per_s"], "tokens/s"),
+        Figure("witness oracle, greedy", printed["oracle_greedy_tokens_per_s"], "tokens/s"),
+    ]
+
+
+PARTS = (
+    Part("serving", "the served model beside transformers", lambda: ()),
+    Part("startup", "seconds to ready, and memory", lambda: ()),
+    Part("gateway", "gateway, router and wire, by the witness", lambda: ()),
+    Part("model", "the model runner alone beside transformers", lambda: [str(text_model())], model_figures),
+    Part("witness", "the witness runner alone", lambda: (), witness_figures),
+)
+
+
+def run_part(part: Part) -> int:
+    """Run one part and keep what it found; returns its exit status."""
+    say(f"--- {part.name}: {part.about}")
+    busy = where()
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, "-m", f"tests.bench.bench_{part.name}", *part.arguments()]
+    if part.figures is None:
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        printed = json.loads(done.stdout.strip().splitlines()[-1])
+        save(record(part.name, busy, part.figures(printed), printed))
+    return done.returncode
+
+
+def write_readme() -> str:
+    """The page of all results as they lie there now; returns it."""
+    page = readme(load())
+    README.write_text(page, encoding="utf-8")
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make bench", description="Measure speed and memory.")
+    names = [part.name for part in PARTS]
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names)
+    )
+    parser.add_argument("--tables", action="store_true", help="measure nothing; write bench/README.md anew")
+    args = parser.parse_args()
+    chosen = [] if args.tables else [part for part in PARTS if part.name in args.only]
+    broken = [part.name for part in chosen if run_part(part) != 0]
+    print(write_readme())
+    if broken:
+        say(f"failed: {', '.join(broken)}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

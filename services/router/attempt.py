@@ -30,6 +30,7 @@ from shared.types.worker import (
     Failed,
     HandoffReady,
     Released,
+    Reserved,
     Resume,
     Start,
     Tokens,
@@ -81,6 +82,8 @@ class Attempt:
         self._embeddings: dict[str, EcTransferParams] = {}
         self._first: dict[int, int] = {}
         self._num_blocks: int | None = None
+        self._reserved = False
+        self._prefill_due: Start | None = None
         self._resumed = False
 
     # Out: what the workers are told.
@@ -120,8 +123,22 @@ class Attempt:
             route.decode.send(Start(request, AGGREGATED, embeddings))
             return
         self._hold(route.prefill)
+        self._prefill_due = Start(request, PREFILL, embeddings)
+        if self._is_roomy(route.decode, request):
+            self._start_prefill(route)
         route.decode.send(Start(request, DECODE))
-        route.prefill.send(Start(request, PREFILL, embeddings))
+
+    def _is_roomy(self, decode: Worker, request: GenerationRequest) -> bool:
+        """Whether decode will surely reserve at once, so that prefill need not wait for it. Else blocks
+        that are held there and blocks that are waited for here could stand in each other's way."""
+        coming = sum(1 for a in decode.attempts.values() if isinstance(a, Attempt) and not a._reserved)
+        needed = -(-len(request.token_ids) // max(1, decode.info.block_size)) * max(1, coming)
+        return decode.status.num_waiting == 0 and decode.status.num_blocks_free >= needed
+
+    def _start_prefill(self, route: Route) -> None:
+        start, self._prefill_due = self._prefill_due, None
+        if start is not None and route.prefill is not None:
+            route.prefill.send(start)
 
     def _resume(self) -> None:
         """Hand over to decode once the last block and every first token are there."""
@@ -134,8 +151,11 @@ class Attempt:
         route.decode.send(Resume(self.id, tokens, self._num_blocks, finished if any(finished) else ()))
 
     def leases(self) -> Iterator[tuple[Worker, set[str]]]:
-        """The handoffs that must stay alive, by their holder."""
-        return ((worker, ids) for worker, ids in self._holders.items() if ids)
+        """The handoffs that must stay alive, by their holder. One that decode has no room for is left to
+        its lease: when that ends, the request is placed anew."""
+        route = self._route
+        unreserved = route.prefill if route is not None and not self._reserved else None
+        return ((w, ids) for w, ids in self._holders.items() if ids and w is not unreserved)
 
     def close(self) -> None:
         """Tell every holder to stop and forget the attempt. Calling it twice is safe."""
@@ -220,6 +240,14 @@ class Attempt:
         self.flight.emit(choice, event)
         if choice.finish_reason:
             del self._open[choice.index]
+
+    def on_reserved(self, worker: Worker, event: Reserved) -> None:
+        """Decode holds the blocks of the prompt."""
+        route = self._route
+        if route is None or worker is not route.decode or worker not in self._holders:
+            return
+        self._reserved = True
+        self._start_prefill(route)
 
     def on_blocks(self, worker: Worker, event: BlocksCommitted) -> None:
         route = self._route

@@ -40,6 +40,7 @@ from shared.types.worker import (
     HandoffReady,
     Released,
     Renew,
+    Reserved,
     Tokens,
     WorkerInfo,
 )
@@ -86,6 +87,7 @@ class Dispatcher:
             HandoffReady: Attempt.on_handoff,
             Failed: Attempt.on_failed,
             Released: Attempt.on_released,
+            Reserved: Attempt.on_reserved,
         }
         self.workers = WorkerPool(dial, clock, self, routing)
         self.admission = Admission(limits, clock)

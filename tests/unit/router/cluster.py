@@ -102,6 +102,7 @@ class Cluster:
         worker = ScriptedWorker(self, kind, worker_id, incarnation)
         self.incarnations[incarnation] = self.workers[worker_id] = worker
         self.dispatcher.workers.announced(worker.info)
+        worker.heartbeat()
         return worker
 
     def by_incarnation(self, agent: AgentInfo) -> ScriptedWorker:

@@ -99,6 +99,7 @@ class ScriptedWorker:
         self.frozen = False
         self.draining = False
         self.other_load = 0
+        self.num_blocks_free = 1000
         self.hook: Callable[[Event], bool | None] = lambda event: True
         self.put_error: TriptychError | None = None
         self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
@@ -157,7 +158,11 @@ class ScriptedWorker:
     def heartbeat(self) -> None:
         if self.alive and not self.frozen:
             status = WorkerStatus(
-                self.info.incarnation, num_running=len(self.jobs) + self.other_load, draining=self.draining
+                self.info.incarnation,
+                num_running=len(self.jobs) + self.other_load,
+                num_blocks=1000,
+                num_blocks_free=self.num_blocks_free,
+                draining=self.draining,
             )
             self._queue.put_nowait([Status(status)])
 

@@ -11,7 +11,7 @@ from shared.config.services import RoutingConfig
 from shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from shared.types.inference import InferenceRequest
 from shared.types.request import SamplingParams
-from shared.types.worker import AGGREGATED, Abort, Renew, Resume, Start
+from shared.types.worker import AGGREGATED, Abort, Event, Renew, Reserved, Resume, Start, Tokens
 from tests.unit.router.cluster import Answer, Cluster, oracle
 from tests.unit.router.scripted_worker import EOS
 
@@ -45,6 +45,43 @@ async def test_the_first_token_comes_from_prefill_at_once(make_cluster: Any) -> 
     cluster.d0.hook = lambda event: False  # decode says nothing
     answer = await cluster.ask(ask_for(), limit=1)
     assert len(answer.tokens()) == 1
+
+
+async def test_prefill_waits_for_the_reservation_when_decode_is_short_of_blocks(make_cluster: Any) -> None:
+    """Else the blocks that each holds could be what the other waits for."""
+    cluster = await make_cluster("pd")
+    cluster.d0.num_blocks_free = 1
+    await cluster.pass_time()
+    held_back: list[Event] = []
+
+    def hold_back(event: Event) -> bool:
+        if isinstance(event, Reserved) and not held_back:
+            held_back.append(event)
+            return False
+        return True
+
+    cluster.d0.hook = hold_back
+    request, answer = ask_for(), Answer()
+    task = asyncio.create_task(cluster.consume(request, answer))
+    await cluster.settle()
+    assert cluster.d0.got(Start) and not cluster.p0.got(Start)
+    cluster.d0.emit(*held_back)
+    await cluster.finish(task)
+    cluster.check_exact(answer, request)
+
+
+async def test_a_handoff_that_decode_has_no_room_for_is_left_to_its_lease(make_cluster: Any) -> None:
+    cluster = await make_cluster("pd")
+    cluster.d0.hook = lambda event: not isinstance(event, Reserved | Tokens)
+    request, answer = ask_for(), Answer()
+    task = asyncio.create_task(cluster.consume(request, answer))
+    for _ in range(30):
+        await cluster.pass_time(0.5)
+    assert answer.tokens(), "the first token is the client's at once"
+    assert not cluster.p0.got(Renew)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await cluster.settle()
 
 
 async def test_acceptance_comes_with_the_first_token(make_cluster: Any) -> None:
@@ -161,7 +198,7 @@ async def test_one_phase_alone_serves_aggregated(make_cluster: Any, kinds: str) 
 
 async def test_leases_are_renewed_while_decode_is_not_under_way(make_cluster: Any) -> None:
     cluster = await make_cluster("pd")
-    cluster.d0.hook = lambda event: False
+    cluster.d0.hook = lambda event: isinstance(event, Reserved)
     answer = await cluster.ask(ask_for(deadline_s=10.0))
     renewed = [c.handoff_ids for c in cluster.p0.got(Renew)]
     assert 8 <= len(renewed) <= 11  # every second for ten seconds, with leases of six

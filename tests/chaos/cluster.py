@@ -137,14 +137,16 @@ class Cluster:
         return {row.name: row.restarts for row in self.supervisor.rows()}
 
     def logged_errors(self) -> list[tuple[str, str]]:
-        """What processes logged as errors, or said outside of their logs, with the process's name."""
+        """What processes logged as errors, and traces outside of their logs, with the process's name.
+        What native libraries say there is not ours."""
         found = []
         for spec in self.specs:
             for line in self._state.log_file(spec.name).read_text(encoding="utf-8").splitlines():
                 try:
                     entry = json.loads(line)
                 except ValueError:
-                    found.append((spec.name, line))
+                    if line.startswith(("Traceback", "Fatal")):
+                        found.append((spec.name, line))
                     continue
                 if entry["level"] in ("error", "critical"):
                     found.append((spec.name, f"{entry['message']} {entry.get('error', '')}"))

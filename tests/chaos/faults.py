@@ -72,16 +72,16 @@ class Striker:
     async def _freeze(self, spec: ProcessSpec) -> Fault:
         fault = Fault(spec.kind, spec.name, "freeze", self._cluster.pid(spec.name))
         self.faults.append(fault)
-        moved_before = await self._num_moved()
+        moved_before, given_up_before = await self._num_moved(), await self._num_given_up()
         await self._until_busy(spec)
         fault.at = self._clock.now()
         os.kill(fault.pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(POLL_S)
-            fault.struck = _state(fault.pid) == "T"
             await asyncio.sleep(FREEZE_S)
+            stopped = _state(fault.pid) == "T"
         finally:
             os.kill(fault.pid, signal.SIGCONT)
+        fault.struck = stopped and await self._num_given_up() > given_up_before
         await self._until_back(fault, spec)
         fault.carried = await self._num_moved() - moved_before
         return fault
@@ -126,6 +126,11 @@ class Striker:
         """Requests that the router has moved since a worker of the kind failed them."""
         samples = await self._cluster.metrics(self._cluster.specs[0])
         return int(samples.value("triptych_migrations_total", phase=self.kind))
+
+    async def _num_given_up(self) -> int:
+        """Workers of the kind that the router took for lost since they were silent."""
+        samples = await self._cluster.metrics(self._cluster.specs[0])
+        return int(samples.value("triptych_workers_lost_total", kind=self.kind, reason="silent"))
 
 
 def _state(pid: int) -> str:

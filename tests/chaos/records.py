@@ -83,8 +83,8 @@ class Fault(Struct):
     """One injected fault. ``action``: "kill" (SIGKILL) or "freeze" (SIGSTOP, later SIGCONT).
 
     ``carried``: requests that the worker worked for when it was struck, by the router's own count.
-    ``struck``: the process was seen gone (or stopped); ``back``: a new incarnation (or, after a freeze, the
-    same process as a live worker) was seen at the router.
+    ``struck``: the process was seen gone (or stopped, and given up by the router); ``back``: the router is
+    connected to a new incarnation (or, after a freeze, again to the same process).
     """
 
     kind: str

@@ -35,7 +35,7 @@ class Plan(Struct, frozen=True):
     kills: int = 5
     freezes: int = 1
     pause_s: tuple[float, float] = (0.3, 2.2)
-    give_up_s: float = 75.0
+    give_up_s: float = 100.0
 
 
 class Outcome(Struct, frozen=True):

@@ -21,12 +21,14 @@ MID_STREAM = 2
 
 @dataclass
 class Cell:
-    """``evidence`` in words; ``problems`` empty when every answer is the reference's and proven."""
+    """``evidence`` in words; ``problems`` empty when every answer is the reference's and proven.
+    ``bit_equal``: answers whose log-probabilities are those of the first cell, to the last bit."""
 
     name: str
     prompts: int = 0
     tokens: int = 0
     max_difference: float = 0.0
+    bit_equal: int = 0
     seconds: float = 0.0
     evidence: str = ""
     problems: list[str] = field(default_factory=list)

@@ -57,6 +57,7 @@ class Parity:
     num_tokens: int
     clock: Clock = field(default_factory=MonotonicClock)
     references: list[list[Step]] = field(default_factory=list)
+    first: Sequence[Answer] = ()
     cells: list[Cell] = field(default_factory=list)
 
     @contextmanager
@@ -86,6 +87,10 @@ class Parity:
     def judged(self, name: str, answers: Sequence[Answer], seconds: float) -> Cell:
         cell = Cell(name, seconds=seconds)
         cell.judge(self.references, answers, VOCAB_SIZE)
+        self.first = self.first or answers
+        cell.bit_equal = sum(
+            (a.logprobs, a.tops) == (b.logprobs, b.tops) for a, b in zip(answers, self.first, strict=True)
+        )
         self.cells.append(cell)
         return cell
 

@@ -24,14 +24,14 @@ def show(cells: Sequence[Cell], seconds: float) -> None:
     """Print the table, what went wrong, and the verdict."""
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("", "cell", "prompts", "tokens", "max diff", "s", "evidence"):
-        right = name in {"prompts", "tokens", "max diff", "s"}
+    for name in ("", "cell", "prompts", "tokens", "max diff", "bit-equal", "s", "evidence"):
+        right = name in {"prompts", "tokens", "max diff", "bit-equal", "s"}
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for cell in cells:
         mark = "[red]FAILED[/]" if cell.problems else "[green]equal[/]"
-        numbers = (str(cell.prompts), str(cell.tokens), f"{cell.max_difference:.1e}", f"{cell.seconds:.0f}")
-        table.add_row(mark, cell.name, *numbers, cell.evidence)
-    console.print(table)
+        counts = (str(cell.prompts), str(cell.tokens), f"{cell.max_difference:.1e}", str(cell.bit_equal))
+        table.add_row(mark, cell.name, *counts, f"{cell.seconds:.0f}", cell.evidence)
+    console.print(table, soft_wrap=not console.is_terminal)
     for cell in cells:
         for problem in cell.problems[:5]:
             console.print(f"[red]{cell.name}[/]: {problem}", soft_wrap=True)
@@ -71,6 +71,7 @@ def write(path: Path, model: str, prompts: int, tokens: int, cells: Sequence[Cel
                 "prompts": cell.prompts,
                 "tokens": cell.tokens,
                 "max_logprob_difference": float(f"{cell.max_difference:.2e}"),
+                "bit_equal_to_first": cell.bit_equal,
                 "seconds": round(cell.seconds, 1),
                 "evidence": cell.evidence,
                 "problems": cell.problems,

@@ -38,15 +38,15 @@ async def test_the_model_is_listed(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_chat_is_the_same_streamed_and_whole(client: openai.AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(model="witness", messages=USER, max_tokens=40, **SEEDED)
+    whole = await client.chat.completions.create(model="witness", messages=USER, max_tokens=1000, **SEEDED)
     async with client.chat.completions.stream(
-        model="witness", messages=USER, max_tokens=40, stream_options={"include_usage": True}, **SEEDED
+        model="witness", messages=USER, max_tokens=1000, stream_options={"include_usage": True}, **SEEDED
     ) as stream:
         deltas = [event.delta async for event in stream if event.type == "content.delta"]
         streamed = await stream.get_final_completion()
     assert whole.choices[0].message.content == "".join(deltas) == streamed.choices[0].message.content
     assert whole.choices[0].message.role == streamed.choices[0].message.role == "assistant"
-    assert whole.choices[0].finish_reason == streamed.choices[0].finish_reason
+    assert whole.choices[0].finish_reason == streamed.choices[0].finish_reason == "stop"
     assert whole.usage is not None and streamed.usage is not None
     assert whole.usage.prompt_tokens == streamed.usage.prompt_tokens > 0
     assert whole.usage.completion_tokens == streamed.usage.completion_tokens
@@ -58,7 +58,8 @@ async def test_a_completion_is_the_same_streamed_and_whole(client: openai.AsyncO
     whole = await client.completions.create(**asked)
     parts = [part async for part in await client.completions.create(**asked, stream=True)]
     assert whole.choices[0].text == "".join(p.choices[0].text for p in parts)
-    assert [p.choices[0].finish_reason for p in parts if p.choices[0].finish_reason] == ["length"]
+    reasons = [part.choices[0].finish_reason for part in parts if part.choices[0].finish_reason]
+    assert reasons == [whole.choices[0].finish_reason]
     assert len({part.id for part in parts}) == 1 and all(part.usage is None for part in parts)
 
 

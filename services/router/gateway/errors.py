@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from shared.api.errors import error_headers, error_json
 from shared.errors import TriptychError
@@ -20,6 +23,9 @@ _BY_STATUS = {
 }
 #: After these the rest of a request may still be on its way.
 _CLOSING = frozenset({408, 413, 414, 415, 431})
+#: How much of that rest is thrown away, and how long its pauses may be, before the connection is closed.
+_MAX_DISCARDED = 256 << 20
+_QUIET_S = 0.5
 
 
 def error_response(error: TriptychError) -> Response:
@@ -59,5 +65,34 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _response(status: int, body: bytes, headers: dict[str, str]) -> Response:
     if status in _CLOSING:
-        headers = headers | {"connection": "close"}
+        return _LastResponse(body, status, headers | {"connection": "close"}, "application/json")
     return Response(body, status, headers, "application/json")
+
+
+class _LastResponse(Response):
+    """Answers before the request has arrived whole, and closes the connection a little later.
+
+    A socket that is closed while bytes are on their way to it is reset, and a client that is still writing
+    would never see the answer. So what comes is thrown away until the client listens: until nothing comes
+    for a while, or too much has.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await _discard(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    size = 0
+    while size < _MAX_DISCARDED:
+        try:
+            async with asyncio.timeout(_QUIET_S):
+                message = await receive()
+        except TimeoutError:
+            return
+        if not message.get("more_body"):  # all of it, or the client has gone
+            return
+        size += len(message.get("body", b""))

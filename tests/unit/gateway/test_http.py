@@ -129,6 +129,18 @@ async def test_a_body_over_the_cap_is_413_declared_or_counted(address: Address) 
         assert reply.headers["connection"] == "close"
 
 
+async def test_a_client_that_writes_on_still_hears_the_refusal(address: Address) -> None:
+    """More than the sockets between hold, so that the client is still writing when it is refused."""
+    body = b"x" * (24 << 20)
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(post(body))
+    await asyncio.wait_for(writer.drain(), 10)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+
+
 async def test_a_slow_body_is_408(address: Address) -> None:
     reply = await exchange(address, post(b"{", length=100))
     assert (reply.status, reply.error["code"]) == (408, "request_timeout")

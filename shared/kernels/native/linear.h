@@ -20,6 +20,7 @@ typedef struct {
 #define ROWS 4   /* rows of a tile */
 #define COLS 3   /* columns of a tile: 12 accumulators, 3 weights and 1 input fill 16 registers */
 #define CHUNK 48 /* columns handed to a thread at a time */
+#define WIDEN_ROWS 16 /* with more rows, bfloat16 weights are widened once and not in each tile */
 #define SCRATCH_FLOATS (96 * 1024)
 
 /* dots[i * cols + j] = x row i . w row j, for constant rows, cols with rows * cols <= 12. */
@@ -93,7 +94,7 @@ static void linear_part(Worker *me, const Linear *l) {
     const Matrix *m = l->m;
     int chunk = SCRATCH_FLOATS / m->k / 12 * 12;
     chunk = chunk < 12 ? 12 : chunk > CHUNK ? CHUNK : chunk;
-    float *wide = l->rows > ROWS && m->bf16 ? scratch_for(me, (size_t)chunk * m->k) : NULL;
+    float *wide = l->rows > WIDEN_ROWS && m->bf16 ? scratch_for(me, (size_t)chunk * m->k) : NULL;
     for (int first; (first = next_chunk() * chunk) < m->n;) {
         int last = first + chunk < m->n ? first + chunk : m->n;
         const char *w = (const char *)m->data + (int64_t)first * m->k * (m->bf16 ? 2 : 4);

@@ -2,8 +2,8 @@
 
 python -m tests.bench.run [--only PART ...] [--tables]
 
-Each part is a program of its own, so that none measures what another left behind. Most keep their result
-themselves; one that prints a JSON line instead has it turned into figures here.
+Each part is a program of its own, so that none measures what another left behind. Some keep their result
+themselves; of those that print a JSON line, that line is turned into figures and kept here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -58,10 +59,22 @@ def witness_figures(printed: Printed) -> list[Figure]:
     ]
 
 
+def gateway_figures(printed: Printed) -> list[Figure]:
+    """What stands between client and workers, by the witness."""
+    found, goals = printed["figures"], printed["goals"]
+    rows = (
+        ("gateway, router and wire: added to TTFT", "ttft_added_ms", "ms", True),
+        ("router process, CPU a token, 1 stream", "router_cpu_us_per_token_1_stream", "µs", True),
+        ("router process, CPU a token, 32 streams", "router_cpu_us_per_token_32_streams", "µs", True),
+        ("witness through all processes, 32 streams", "tokens_per_s_32_streams", "tokens/s", False),
+    )
+    return [Figure(name, found[key], unit, goals[key], at_most=at_most) for name, key, unit, at_most in rows]
+
+
 PARTS = (
     Part("serving", "the served model beside transformers", lambda: ()),
     Part("startup", "seconds to ready, and memory", lambda: ()),
-    Part("gateway", "gateway, router and wire, by the witness", lambda: ()),
+    Part("gateway", "gateway, router and wire, by the witness", lambda: (), gateway_figures),
     Part("model", "the model runner alone beside transformers", lambda: [str(text_model())], model_figures),
     Part("witness", "the witness runner alone", lambda: (), witness_figures),
 )
@@ -90,6 +103,7 @@ def write_readme() -> str:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is stopped
     parser = argparse.ArgumentParser(prog="make bench", description="Measure speed and memory.")
     names = [part.name for part in PARTS]
     parser.add_argument(

@@ -91,6 +91,8 @@ class Striker:
         something unread."""
         for _ in range(round(HOLD_S / 0.01)):
             if unread := _num_unread(spec.config.server.port):
+                # What an encoder has unread may be a lease's renewal: pictures come a little later.
+                await asyncio.sleep(0.1 if spec.kind == "encoder" else 0.0)
                 return unread
             await asyncio.sleep(0.01)
         return 0

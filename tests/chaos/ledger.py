@@ -150,22 +150,22 @@ def stalls(faults: Sequence[Fault], seen: Sequence[Seen]) -> dict[tuple[str, str
     found: dict[tuple[str, str], list[float]] = {}
     for fault in faults:
         if fault.verified:
-            others = freezes if fault.action == "kill" else []
-            gaps = (_gap_over(fault.at, others, record) for record in seen)
+            kill = fault.action == "kill"
+            # What had left a killed worker may still arrive; a frozen one is given requests for a while.
+            latest = fault.at + _ON_THE_WAY_S if kill else fault.back_at
+            gaps = (_gap(fault.at, latest, freezes if kill else [], record) for record in seen)
             found.setdefault((fault.kind, fault.action), []).append(max(gaps, default=0.0))
     return found
 
 
-def _gap_over(instant: float, others: Sequence[tuple[float, float]], seen: Seen) -> float:
-    """The longest wait that ended after ``instant`` and began before it or right after it (what had left
-    the worker already may still arrive), and that overlaps none of ``others``."""
+def _gap(instant: float, latest: float, others: Sequence[tuple[float, float]], seen: Seen) -> float:
+    """The longest wait that ended after ``instant``, began at ``latest`` at the latest, and overlaps none of
+    ``others``."""
     times = [seen.began, *(piece.at for piece in seen.pieces), seen.ended]
     gaps = (
         b - a
         for a, b in pairwise(times)
-        if b >= instant
-        and a <= instant + _ON_THE_WAY_S
-        and not any(b >= first and a <= last for first, last in others)
+        if b >= instant and a <= latest and not any(b >= first and a <= last for first, last in others)
     )
     return max(gaps, default=0.0)
 

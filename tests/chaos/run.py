@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ async def _run(plan: Plan, root: Path, overrides: list[str], controls: bool) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is stopped
     plain = Plan(0)
     parser = argparse.ArgumentParser(prog="make chaos ARGS=...")
     parser.add_argument("--seed", type=int, help="default: a new one")

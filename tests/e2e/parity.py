@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -45,8 +46,8 @@ VOCAB_SIZE = 49152
 BATCH = 8
 CHUNK = 32
 WAVE, MAX_KILLS = 16, 12
-#: Room for every prompt and answer, and room for three or four of them.
-ROOMY, TIGHT = "kv.memory_mb=1024", "decode:kv.num_blocks=48"
+#: Room for every prompt and answer; for three or four of them; for eight prompts, but not for their answers.
+ROOMY, TIGHT, CROWDED = "kv.memory_mb=1024", "decode:kv.num_blocks=48", "decode:kv.num_blocks=100"
 
 
 @dataclass
@@ -140,10 +141,10 @@ async def beside_a_store(run: Parity) -> None:
         )
 
 
-async def tight(run: Parity) -> None:
+async def crowded(run: Parity) -> None:
     """One worker that lets several prompts in at once and has hardly room for their answers."""
-    with run.deployment("e=0,p=0,d=1,s=0", TIGHT, "scheduler.max_num_batched_tokens=512") as deployment:
-        cell, _ = await run.cell("after preemption", deployment, run.requests("tight"), 2 * BATCH)
+    with run.deployment("e=0,p=0,d=1,s=0", CROWDED, "scheduler.max_num_batched_tokens=512") as deployment:
+        cell, _ = await run.cell("after preemption", deployment, run.requests("crowded"), 2 * BATCH)
         count = int(deployment.metrics("decode-0").value("triptych_preemptions_total"))
         cell.prove(f"{count} preemptions", count > 0)
 
@@ -188,13 +189,14 @@ async def killed(run: Parity, deployment: Serving, salt: str) -> None:
 async def run_all(run: Parity) -> None:
     await roomy(run)
     await beside_a_store(run)
-    await tight(run)
+    await crowded(run)
     await apart(run, "shm", kill=True)
     await apart(run, "tcp", kill=False)
     await apart(run, "nixl", kill=False)
 
 
 def main(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is stopped
     parser = argparse.ArgumentParser(prog="make parity", description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)

@@ -46,6 +46,7 @@ class Serving:
     def __init__(self, deployment: Deployment, collector: SpanCollector) -> None:
         self.url = deployment.http_url
         self.model = deployment.model
+        self.model_dir = deployment.specs[0].config.model.path
         self.specs = deployment.specs
         self._supervisor = deployment.supervisor
         self._collector = collector

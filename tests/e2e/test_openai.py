@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from shared.text.tokenizer import Tokenizer
 from tests.e2e.serving import Serving
 
 pytestmark = pytest.mark.e2e
 
 USER = [{"role": "user", "content": "Say something."}]
+TEXT_VOCAB_SIZE = 49152
 SEEDED: dict[str, Any] = {"seed": 3, "temperature": 0.9}
 
 
@@ -141,6 +144,31 @@ async def test_the_demo_knows_the_capital_of_france(demo: Serving) -> None:
             model=demo.model, messages=question, temperature=0, max_completion_tokens=16
         )
     assert whole.choices[0].message.content is not None and "Paris" in whole.choices[0].message.content
+
+
+async def test_padding_rows_are_never_sampled_nor_listed(demo: Serving) -> None:
+    """The demo's vocabulary is padded for its picture placeholder; nobody may see the padding."""
+    tokenizer = Tokenizer.load(Path(demo.model_dir))
+    spelled = {tokenizer.token_bytes(token_id) for token_id in range(TEXT_VOCAB_SIZE)}
+    asked = {
+        "model": demo.model,
+        "messages": USER,
+        "max_tokens": 12,
+        "temperature": 2,
+        "seed": 4,
+        "n": 6,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    async with demo.client() as http:
+        answer = (await http.post("/v1/chat/completions", json=asked)).json()
+    for choice in answer["choices"]:
+        assert max(choice["token_ids"]) < TEXT_VOCAB_SIZE
+        for entry in choice["logprobs"]["content"]:
+            assert len(entry["top_logprobs"]) == 20
+            assert {bytes(top["bytes"]) for top in entry["top_logprobs"]} <= spelled
 
 
 # Stop strings.

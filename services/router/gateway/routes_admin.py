@@ -9,7 +9,7 @@ from shared.types.inference import InferenceService
 
 
 def admin_router(service: InferenceService, version: str) -> APIRouter:
-    """GET /health (200 when every phase has a live worker, else 503) and GET /version."""
+    """GET /health (200 when every phase of the deployment has a live worker, else 503) and GET /version."""
     router = APIRouter()
 
     async def health() -> Response:

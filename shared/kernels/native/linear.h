@@ -20,16 +20,22 @@ typedef struct {
 #define ROWS 4   /* rows of a tile */
 #define COLS 3   /* columns of a tile: 12 accumulators, 3 weights and 1 input fill 16 registers */
 #define CHUNK 48 /* columns handed to a thread at a time */
+#define LINE_BF16 32 /* bfloat16 values of a cache line */
 #define WIDEN_ROWS 16 /* with more rows, bfloat16 weights are widened once and not in each tile */
 #define SCRATCH_FLOATS (96 * 1024)
 
-/* dots[i * cols + j] = x row i . w row j, for constant rows, cols with rows * cols <= 12. */
+/* dots[i * cols + j] = x row i . w row j, for constant rows, cols with rows * cols <= 12.
+ *
+ * bfloat16 weights come from main memory, so the rows of the next tile are fetched ahead: as fast as
+ * memory can, while this tile computes. (Asking for what lies past the end does no harm.) */
 INLINE void dot_tile(const int rows, const int cols, const float *x, int64_t ldx, const void *w, int64_t ldw,
                      int k, const int bf16, float *dots) {
     v8 acc[12] = {0};
+    const uint16_t *ahead = (const uint16_t *)w + cols * ldw;
 #pragma GCC unroll 4
     for (int p = 0; p < k; p += LANES) {
         v8 b[8];
+        for (int j = 0; bf16 && p % LINE_BF16 == 0 && j < cols; j++) __builtin_prefetch(ahead + j * ldw + p);
         for (int j = 0; j < cols; j++)
             b[j] = bf16 ? load8_bf16((const uint16_t *)w + j * ldw + p) : load8((const float *)w + j * ldw + p);
         for (int i = 0; i < rows; i++) {

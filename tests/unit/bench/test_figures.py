@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.client import median
 from tests.bench.figures import Figure, figures_of, load, readme, record, save, table
-from tests.bench.run import model_figures, witness_figures
+from tests.bench.run import gateway_figures, model_figures, witness_figures
 
 WHERE = {
     "date": "2030-01-01T00:00:00Z",
@@ -72,6 +72,15 @@ def test_printed_results_become_figures() -> None:
         }
     )
     assert found[0].met and found[1].goal is None
+    keys = (
+        "ttft_added_ms",
+        "router_cpu_us_per_token_1_stream",
+        "router_cpu_us_per_token_32_streams",
+        "tokens_per_s_32_streams",
+    )
+    values, goals = dict.fromkeys(keys, 2.0), dict.fromkeys(keys, 4.0)
+    found = gateway_figures({"figures": values, "goals": goals})
+    assert [figure.met for figure in found] == [True, True, True, False]
 
 
 def test_the_middle_value() -> None:

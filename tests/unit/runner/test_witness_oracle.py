@@ -33,7 +33,7 @@ def test_the_end_of_sequence_is_emitted_and_stops_unless_ignored() -> None:
     long = ORACLE.generate(PROMPT, FREE).token_ids
     at = long.index(CONFIG.eos_token_id)
     answer = ORACLE.generate(PROMPT, SamplingParams(max_tokens=600, temperature=0.0))
-    assert answer == (long[: at + 1], "stop")
+    assert answer[:2] == (long[: at + 1], "stop")
     assert len(long) == 600
 
 
@@ -41,7 +41,7 @@ def test_a_stop_id_is_emitted_and_stops() -> None:
     long = ORACLE.generate(PROMPT, FREE).token_ids
     stop = long[5]
     params = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
-    assert ORACLE.generate(PROMPT, params) == (long[: long.index(stop) + 1], "stop")
+    assert ORACLE.generate(PROMPT, params)[:2] == (long[: long.index(stop) + 1], "stop")
 
 
 def test_nothing_ends_the_answer_before_min_tokens() -> None:

@@ -23,6 +23,8 @@ from tests.e2e.reference import TOLERANCE, TOP
 def show(cells: Sequence[Cell], seconds: float) -> None:
     """Print the table, what went wrong, and the verdict."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 150
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("", "cell", "prompts", "tokens", "max diff", "bit-equal", "s", "evidence"):
         right = name in {"prompts", "tokens", "max diff", "bit-equal", "s"}
@@ -31,7 +33,7 @@ def show(cells: Sequence[Cell], seconds: float) -> None:
         mark = "[red]FAILED[/]" if cell.problems else "[green]equal[/]"
         counts = (str(cell.prompts), str(cell.tokens), f"{cell.max_difference:.1e}", str(cell.bit_equal))
         table.add_row(mark, cell.name, *counts, f"{cell.seconds:.0f}", cell.evidence)
-    console.print(table, soft_wrap=not console.is_terminal)
+    console.print(table)
     for cell in cells:
         for problem in cell.problems[:5]:
             console.print(f"[red]{cell.name}[/]: {problem}", soft_wrap=True)

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -134,6 +135,7 @@ async def _mean_step_s(cluster: Cluster) -> float:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is stopped
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "bench/results/gateway.json")

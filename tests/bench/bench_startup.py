@@ -9,6 +9,7 @@ block of every KV arena at least once.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,15 @@ from shared.models.registry import load_config
 from tests.bench.client import Client, median
 from tests.bench.figures import ROOT, Figure, record, save, table
 from tests.bench.prompts import Prompt, prompts
-from tests.bench.setting import BENCH_STATE, free_ports, say, served_model, six_processes, where
+from tests.bench.setting import (
+    BENCH_STATE,
+    end_on_sigterm,
+    free_ports,
+    say,
+    served_model,
+    six_processes,
+    where,
+)
 
 _READY_S, _MEMORY_MB = 20.0, 3 * 1024.0
 _LONG, _AT_ONCE = 1900, 4
@@ -72,9 +81,11 @@ def _tokens_of_decodes(deployment: Deployment) -> int:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is stopped
     parser = argparse.ArgumentParser(description="Ready seconds and memory.")
     parser.add_argument("--starts", type=int, default=3)
     args = parser.parse_args()
+    end_on_sigterm()
     busy = where()
     StateDir(BENCH_STATE / "up").prepare()
     supply = prompts(served_model(), _LONG)

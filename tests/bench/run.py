@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.bench.figures import README, ROOT, Figure, load, readme, record, save
-from tests.bench.setting import say, text_model, where
+from tests.bench.setting import end_on_sigterm, say, text_model, where
 
 Printed = Mapping[str, Any]
 
@@ -84,15 +84,26 @@ def run_part(part: Part) -> int:
     """Run one part and keep what it found; returns its exit status."""
     say(f"--- {part.name}: {part.about}")
     busy = where()
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-m", f"tests.bench.bench_{part.name}", *part.arguments()]
-    if part.figures is None:
-        return subprocess.run(command, cwd=ROOT, env=environment).returncode
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode == 0:
-        printed = json.loads(done.stdout.strip().splitlines()[-1])
-        save(record(part.name, busy, part.figures(printed), printed))
-    return done.returncode
+    status, printed = _run(command, read=part.figures is not None)
+    if status == 0 and part.figures is not None:
+        data = json.loads(printed.strip().splitlines()[-1])
+        save(record(part.name, busy, part.figures(data), data))
+    return status
+
+
+def _run(command: Sequence[str], *, read: bool) -> tuple[int, str]:
+    """Exit status, and what it printed if that is to be read; interrupted, it may clean up after itself."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    output = subprocess.PIPE if read else None
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, text=True)
+    try:
+        printed, _ = process.communicate()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    return process.returncode, printed or ""
 
 
 def write_readme() -> str:
@@ -111,6 +122,7 @@ def main() -> int:
     )
     parser.add_argument("--tables", action="store_true", help="measure nothing; write bench/README.md anew")
     args = parser.parse_args()
+    end_on_sigterm()
     chosen = [] if args.tables else [part for part in PARTS if part.name in args.only]
     broken = [part.name for part in chosen if run_part(part) != 0]
     print(write_readme())
@@ -120,4 +132,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

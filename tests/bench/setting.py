@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,11 @@ BENCH_STATE = ROOT / ".triptych" / "bench"
 def say(text: str) -> None:
     """Progress, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM becomes KeyboardInterrupt, so that whatever was started is stopped. Main thread only."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def served_model() -> Path:

@@ -1,4 +1,5 @@
-"""Models and deployments that several end-to-end tests share; each is started when first asked for."""
+"""Models and deployments that the end-to-end tests share; each is started when first asked for, and stopped
+after the last of them."""
 
 from __future__ import annotations
 
@@ -23,21 +24,21 @@ def demo_model() -> Path:
     return built("smollm2-shapes-vlm", text_only=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def demo(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """The demo: six processes with real weights."""
     with serving(demo_model, tmp_path_factory.mktemp("demo"), "e=1,p=1,d=2,s=1") as deployment:
         yield deployment
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def witness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """The witness model on six processes: every phase apart."""
     with serving(WITNESS, tmp_path_factory.mktemp("witness"), "e=1,p=1,d=2,s=1") as deployment:
         yield deployment
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def witness_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """The witness model on one worker that does everything but encode."""
     with serving(WITNESS, tmp_path_factory.mktemp("alone"), "e=1,p=0,d=1,s=0") as deployment:

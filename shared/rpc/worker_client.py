@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from typing import Any
 
 import grpc
 
@@ -24,6 +26,8 @@ from triptych.v1 import worker_pb2_grpc
 
 #: Headroom for the frame around one command.
 _MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 1024
+#: A worker that does not read, or does not end its side, must not hold us up for longer.
+CLOSE_S = 0.5
 
 
 class WorkerClient:
@@ -109,12 +113,20 @@ class WorkerClient:
         self._closed = True
         if self._writer is not None:
             self._wake.set()
-            # A worker that does not read must not hold us up.
-            await asyncio.wait([self._writer], timeout=0.5)
+            await asyncio.wait([self._writer], timeout=CLOSE_S)
             self._writer.cancel()
         if self._stream is not None:
+            await self._end(self._stream)
             self._stream.cancel()
         await self._channel.close(None)
+
+    async def _end(self, stream: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        """Close our side and let the worker close its own: a cancelled call may overtake its last message."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await stream.done_writing()
+        ended = asyncio.ensure_future(stream.code())
+        await asyncio.wait([ended], timeout=CLOSE_S)
+        ended.cancel()
 
     async def _write(self) -> None:
         stream = self._stream

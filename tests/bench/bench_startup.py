@@ -9,7 +9,6 @@ block of every KV arena at least once.
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 import time
@@ -81,7 +80,6 @@ def _tokens_of_decodes(deployment: Deployment) -> int:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is stopped
     parser = argparse.ArgumentParser(description="Ready seconds and memory.")
     parser.add_argument("--starts", type=int, default=3)
     args = parser.parse_args()

@@ -24,6 +24,13 @@ def add_state_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dir", default=DEFAULT_DIR, metavar="DIR", help=f"default {DEFAULT_DIR}")
 
 
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise argparse.ArgumentTypeError("a port lies between 1 and 65535")
+    return port
+
+
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """The options of a deployment; ``launch_options`` reads them back."""
     ports = PublicPorts()
@@ -41,9 +48,15 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="e=1,p=1,d=2,s=1",
         help="numbers of encoders, prefills, decodes, stores",
     )
-    add("--http-port", type=int, default=ports.http, metavar="PORT", help=f"OpenAI API, default {ports.http}")
-    add("--grpc-port", type=int, default=ports.grpc, metavar="PORT", help=f"gRPC API, default {ports.grpc}")
-    add("--metrics-port", type=int, default=ports.metrics, metavar="PORT", help=f"default {ports.metrics}")
+    add(
+        "--http-port",
+        type=_port,
+        default=ports.http,
+        metavar="PORT",
+        help=f"OpenAI API, default {ports.http}",
+    )
+    add("--grpc-port", type=_port, default=ports.grpc, metavar="PORT", help=f"gRPC API, default {ports.grpc}")
+    add("--metrics-port", type=_port, default=ports.metrics, metavar="PORT", help=f"default {ports.metrics}")
     add("--otlp-endpoint", default="", metavar="HOST:PORT", help="where to send traces; default: nowhere")
     add("--no-restart", action="store_true", help="leave dead what dies")
     add("--ready-timeout", type=float, default=120.0, metavar="SECONDS")

@@ -24,6 +24,8 @@ from shared.text.tokenizer import Tokenizer
 from shared.types.inference import ImagePart, InferenceRequest, Message
 from shared.types.request import MediaItem
 
+ROLES = frozenset({"system", "user", "assistant"})
+
 
 class Prompt(Struct, frozen=True):
     """A rendered prompt: ids with placeholders in place, the items, and their raw bytes by mm_hash."""
@@ -91,6 +93,9 @@ class ServedModel:
     def _render_chat(self, messages: Sequence[Message], salt: str) -> Prompt:
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
+        # The template writes roles between its control tokens: no other text may get there.
+        if any(message.role not in ROLES for message in messages):
+            raise InvalidRequest(f"role must be one of {', '.join(sorted(ROLES))}", param="messages")
         images = [part.data for m in messages for part in m.parts if isinstance(part, ImagePart)]
         limits, processor = self._image_limits, self._processor
         if images and not self.vision:

@@ -32,7 +32,6 @@ class SchedulerConfig:
     max_num_batched_tokens: int = ranged(128, 1, 1 << 20)
     max_num_seqs: int = ranged(64, 1, 4096)
     max_model_len: int = ranged(2048, 0, 1 << 20)
-    max_waiting: int = ranged(1024, 1, 1 << 20)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,10 @@ class MediaPreparer(Protocol):
         """Call ``done`` once, from any thread."""
         ...
 
+    async def close(self) -> None:
+        """End what was started for it. On the event loop."""
+        ...
+
 
 @dataclass(frozen=True)
 class EncoderParts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,9 +22,9 @@ from shared.config.services import TelemetryConfig, WorkerConfig
 from shared.engine.backend import Backend, load_backend
 from shared.engine.build import Environment, build_token_engine, max_model_len
 from shared.engine.build_encoder import build_encoder_engine
-from shared.engine.loop import STATUS_INTERVAL_S
 from shared.engine.port import Core, EnginePort
 from shared.engine.store_calls import RemoteStoreCalls
+from shared.engine.thread import STATUS_INTERVAL_S
 from shared.failpoints import Failpoints
 from shared.rpc.control import Announcer
 from shared.rpc.server import RpcServer
@@ -125,12 +125,12 @@ async def _serve(config: WorkerConfig) -> int:
         await _run(host, core, loop, port)
     finally:
         await asyncio.to_thread(loop.stop)
-        close()
+        await close()
         environment.tracer.close()
     return host.exit_code
 
 
-Built = tuple[Core, Loop, EnginePort, Callable[[], None]]
+Built = tuple[Core, Loop, EnginePort, Callable[[], Awaitable[None]]]
 
 
 def _token_worker(host: Host) -> Built:
@@ -151,7 +151,9 @@ def _token_worker(host: Host) -> Built:
     puller.expect(config.kind == "prefill")
     engine.desk.bind(puller)
 
-    def close() -> None:
+    async def close() -> None:
+        if calls is not None:
+            await calls.close()
         puller.close()
         agent.close()
         for arena in engine.arenas.values():
@@ -184,7 +186,8 @@ def _encoder(host: Host) -> Built:
     )
     puller.expect(True)
 
-    def close() -> None:
+    async def close() -> None:
+        await engine.preparer.close()
         puller.close()
         agent.close()
         engine.arenas["ec"].close()

@@ -33,6 +33,9 @@ class RawMedia:
         except TriptychError as error:
             done(error)
 
+    async def close(self) -> None:
+        """Nothing was started."""
+
 
 class PixelMedia:
     """Pictures decoded and resized in disposable child processes, driven from ``event_loop``."""

@@ -62,7 +62,12 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class InvalidMedia(InvalidRequest):
+    """Whoever notices knows nothing of the request around the picture: pictures come in its messages."""
+
     code = "invalid_image"
+
+    def __init__(self, message: str, *, param: str | None = "messages", code: str | None = None) -> None:
+        super().__init__(message, param=param or "messages", code=code)
 
 
 class UnsupportedMedia(TriptychError):
@@ -180,9 +185,9 @@ def all_errors() -> list[type[TriptychError]]:
     return found
 
 
-def from_code(code: str, message: str) -> TriptychError:
+def from_code(code: str, message: str, param: str | None = None) -> TriptychError:
     """The error whose ``code`` this is, as rebuilt from a wire record; InternalError when unknown."""
     for cls in all_errors():
         if cls.code == code:
-            return cls(message)
-    return InternalError(message, code=code)
+            return cls(message, param=param)
+    return InternalError(message, param=param, code=code)

@@ -21,6 +21,11 @@ NAMES = frozenset(
         "decode.after_emit",
         "store.before_publish",
         "free.before_release",
+        "tier.before_write",
+        "tier.after_write",
+        "tier.before_fsync",
+        "tier.before_rename",
+        "tier.after_rename",
     }
 )
 ACTIONS = frozenset({"kill", "raise", "flip"})

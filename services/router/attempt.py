@@ -289,7 +289,7 @@ class Attempt:
     def on_failed(self, worker: Worker, event: Failed) -> None:
         if worker not in self._holders:
             return
-        error = from_code(event.code, event.message)
+        error = from_code(event.code, event.message, event.param or None)
         self._fail(worker, error, retryable=event.retryable)
 
     def on_released(self, worker: Worker, event: Released) -> None:

@@ -123,6 +123,9 @@ class LimitsConfig:
 class RoutingConfig:
     """How workers are watched and requests recovered. ``recovery`` off = a lost worker ends them.
 
+    A worker that says nothing, or whose engine does not move, gets no new work after ``suspect_s``; it is
+    lost after ``lost_s`` of silence or ``stall_s`` without a turn of its engine (a step may be long).
+
     ``phases``: the kinds of workers without which the router does not call itself ready (an encoder only
     for models that see). One kind fewer is a deployment that serves without it.
     """
@@ -133,10 +136,11 @@ class RoutingConfig:
     crash_limit: int = ranged(3, 1, 1000)
     suspect_s: float = ranged(2.0, 0.05, 600)
     lost_s: float = ranged(3.0, 0.05, 600)
+    stall_s: float = ranged(30.0, 0.05, 3600)
 
     def __post_init__(self) -> None:
-        if self.lost_s < self.suspect_s:
-            raise ValueError("lost_s must not be shorter than suspect_s")
+        if min(self.lost_s, self.stall_s) < self.suspect_s:
+            raise ValueError("lost_s and stall_s must not be shorter than suspect_s")
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ class EngineCore:
             num_leases=p.outflow.num_held,
             num_cached_tokens=kv.num_cached_tokens,
             steps=self.num_steps,
+            turns=p.inbox.turns,
             draining=self._draining,
         )
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from shared.clock import Clock
 from shared.engine.inbox import Inbox, Outbox
-from shared.errors import OutOfBlocks, TriptychError
+from shared.errors import NotFound, OutOfBlocks, Overloaded, TriptychError
 from shared.failpoints import Failpoints
 from shared.kv_cache.block_pool import BlockPool
 from shared.kv_cache.encoder_cache import READY, EncoderCache
@@ -107,6 +107,7 @@ class EncoderCore:
         self._media: OrderedDict[str, bytes] = OrderedDict()
         self._media_bytes = 0
         self._preparing: set[str] = set()
+        self._unplaced: dict[str, Prepared] = {}
         self._live: dict[str, Encoding] = {}
         self._draining = False
         self.num_steps = 0
@@ -142,6 +143,7 @@ class EncoderCore:
             num_blocks_held=self._num_blocks_held(),
             num_leases=len(self._p.leases),
             steps=self.num_steps,
+            turns=self._p.inbox.turns,
             draining=self._draining,
         )
 
@@ -163,6 +165,7 @@ class EncoderCore:
             if request_id in self._live:
                 metrics.LEASES_EXPIRED.labels("embedding").inc()
                 self._release(request_id)
+        self._place()
 
     def step(self) -> bool:
         """Run one batch, if there is one."""
@@ -207,7 +210,8 @@ class EncoderCore:
 
     def _encode(self, command: Encode) -> None:
         if self._draining or command.request_id in self._live:
-            self._emit(Failed(command.request_id, "overloaded", "this encoder takes no new work", True))
+            error = Overloaded("this encoder takes no new work")
+            self._emit(Failed(command.request_id, error.code, error.message, error.retryable))
             return
         span = self._p.tracer.span("encode", parent=command.traceparent)
         hashes = tuple(dict.fromkeys(command.mm_hashes))
@@ -220,12 +224,13 @@ class EncoderCore:
                 metrics.ENCODER_HITS.inc()
                 encoding.missing.discard(mm_hash)
             elif entry is None and not self._prepare(mm_hash):
-                self._fail(encoding, "not_found", "the media is not here (any more)", True)
+                gone = NotFound("the media is not here (any more)")
+                self._fail(encoding, gone, retryable=True)  # the router puts it again
                 return
         self._finish_if_ready(encoding)
 
     def _prepare(self, mm_hash: str) -> bool:
-        if mm_hash in self._preparing:
+        if mm_hash in self._preparing or mm_hash in self._unplaced:
             return True
         data = self._media.get(mm_hash)
         if data is None:
@@ -236,25 +241,41 @@ class EncoderCore:
 
     def _prepared(self, mm_hash: str, outcome: Prepared | TriptychError) -> None:
         self._preparing.discard(mm_hash)
-        waiting = [e for e in self._live.values() if not e.held and mm_hash in e.missing]
         if isinstance(outcome, TriptychError):
-            for encoding in waiting:
-                self._fail(encoding, outcome.code, outcome.message, outcome.retryable)
+            for encoding in self._waiting_for(mm_hash):
+                self._fail(encoding, outcome)
             return
-        if not waiting:
-            return
+        self._unplaced[mm_hash] = outcome
+        self._place()
+
+    def _waiting_for(self, mm_hash: str) -> list[Encoding]:
+        return [e for e in self._live.values() if not e.held and mm_hash in e.missing]
+
+    def _place(self) -> None:
+        """Give prepared items room, in order. One that finds none waits for what is being read or encoded
+        to come free; when there is nothing of the kind, no waiting would help."""
+        while self._unplaced:
+            mm_hash, prepared = next(iter(self._unplaced.items()))
+            waiting = self._waiting_for(mm_hash)
+            problem = self._schedule(mm_hash, prepared, waiting) if waiting else None
+            if problem and (self._p.scheduler.num_waiting or any(e.held for e in self._live.values())):
+                return
+            del self._unplaced[mm_hash]
+            for encoding in waiting if problem else ():
+                self._fail(encoding, Overloaded("no room for embeddings"))
+
+    def _schedule(self, mm_hash: str, prepared: Prepared, waiting: list[Encoding]) -> OutOfBlocks | None:
         try:
-            entry = self._p.cache.allocate(mm_hash, outcome.num_rows, _STEP)
-        except OutOfBlocks:
-            for encoding in waiting:
-                self._fail(encoding, "overloaded", "no room for embeddings", True)
-            return
+            entry = self._p.cache.allocate(mm_hash, prepared.num_rows, _STEP)
+        except OutOfBlocks as error:
+            return error
         for encoding in waiting:
             encoding.encoded += 1
             self._p.cache.acquire(mm_hash, encoding.request_id)
         self._p.scheduler.add(
-            EncodeItem(mm_hash, outcome.data, outcome.shape, outcome.num_rows, tuple(entry.block_ids))
+            EncodeItem(mm_hash, prepared.data, prepared.shape, prepared.num_rows, tuple(entry.block_ids))
         )
+        return None
 
     def _ready(self, mm_hash: str) -> None:
         for encoding in list(self._live.values()):
@@ -289,9 +310,10 @@ class EncoderCore:
             checksum=entry.checksum,
         )
 
-    def _fail(self, encoding: Encoding, code: str, message: str, retryable: bool) -> None:
+    def _fail(self, encoding: Encoding, error: TriptychError, *, retryable: bool | None = None) -> None:
         encoding.span.end()
-        self._emit(Failed(encoding.request_id, code, message, retryable))
+        again = error.retryable if retryable is None else retryable
+        self._emit(Failed(encoding.request_id, error.code, error.message, again, error.param or ""))
         self._release(encoding.request_id)
 
     def _release(self, request_id: str) -> None:

@@ -21,6 +21,8 @@ class Inbox:
     def __init__(self) -> None:
         self._calls: deque[Call] = deque()
         self._filled = threading.Event()
+        #: How often the engine thread came by: the sign that it has not hung.
+        self.turns = 0
 
     def post(self, call: Call) -> None:
         """Queue a call. Any thread; never blocks."""
@@ -29,6 +31,7 @@ class Inbox:
 
     def run(self) -> int:
         """Make the queued calls; returns how many. Engine thread only."""
+        self.turns += 1
         self._filled.clear()
         count = 0
         while self._calls:

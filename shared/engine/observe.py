@@ -14,7 +14,8 @@ def observe_pull(kind: str, outcome: PullOutcome) -> None:
     backend = outcome.backend or "none"
     metrics.TRANSFER_BYTES.labels(backend, kind).inc(outcome.nbytes)
     metrics.TRANSFER_SECONDS.labels(backend, kind).observe(outcome.seconds)
-    if not all(outcome.ok):
+    # A request that ended while its blocks were on their way is no failure.
+    if not all(outcome.ok) and outcome.reason != "cancelled":
         metrics.TRANSFER_FAILURES.labels(outcome.reason or "failed").inc()
     if outcome.reason == "corrupt":
         metrics.CHECKSUM_FAILURES.labels(kind).inc(outcome.ok.count(False))

@@ -40,7 +40,7 @@ def inspect_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Header:
         raise InvalidMedia("the image is empty")
     picture_format = detect(data)
     if picture_format is None:
-        raise UnsupportedMedia("only PNG, JPEG, WebP and GIF images are supported")
+        raise UnsupportedMedia("only PNG, JPEG, WebP and GIF images are supported", param="messages")
     try:
         header = read_header(data, picture_format)
     except Malformed as error:
@@ -71,7 +71,7 @@ class ImageReader:
             )
         declared, data = parse_data_url(url, max_bytes=limits.max_bytes)
         if declared not in FORMATS:
-            raise UnsupportedMedia("only PNG, JPEG, WebP and GIF images are supported")
+            raise UnsupportedMedia("only PNG, JPEG, WebP and GIF images are supported", param="messages")
         header = inspect_image(data, limits)
         if header.format != FORMATS[declared]:
             raise InvalidMedia("the image is not of the declared media type")

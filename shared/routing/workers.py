@@ -54,6 +54,7 @@ class Worker:
         self.link = link
         self.status = WorkerStatus(info.incarnation)
         self.last_seen = now
+        self.last_turn = now
         self.suspect = False
         self.lost = False
         self.attempts: dict[str, Any] = {}
@@ -63,6 +64,23 @@ class Worker:
     def usable(self) -> bool:
         """Whether it may get new work."""
         return not (self.lost or self.suspect or self.status.draining)
+
+    def heard(self, events: list[Event], now: float) -> None:
+        """Take in what the worker says of itself. One that does not count turns is taken at its word."""
+        self.last_seen = now
+        for event in events:
+            if type(event) is Status:
+                if event.status.turns != self.status.turns or not event.status.turns:
+                    self.last_turn = now
+                self.status = event.status
+
+    def judge(self, now: float, config: RoutingConfig) -> str:
+        """Suspect the worker, or not; returns why it is to be given up, if it is."""
+        silence, stall = now - self.last_seen, now - self.last_turn
+        self.suspect = max(silence, stall) > config.suspect_s
+        if silence > config.lost_s:
+            return "silent"
+        return "stalled" if stall > config.stall_s else ""
 
     def send(self, *commands: Command) -> None:
         """Queue commands; nothing happens when the worker is lost."""
@@ -169,16 +187,15 @@ class WorkerPool:
             self.announced(info)
 
     def tick(self) -> None:
-        """Judge liveness by silence; call a few times a second."""
+        """Judge liveness by silence and standstill; call a few times a second."""
         now = self._clock.now()
         pause, self._last_tick = now - self._last_tick, now
         for worker in self.live():
             if pause > OWN_PAUSE_S:
                 worker.last_seen += pause
-            silence = now - worker.last_seen
-            worker.suspect = silence > self._config.suspect_s
-            if silence > self._config.lost_s:
-                self._lose(worker, "silent")
+                worker.last_turn += pause
+            if reason := worker.judge(now, self._config):
+                self._lose(worker, reason)
 
     async def close(self) -> None:
         """Close every stream; nobody is told. Calling it twice is safe."""
@@ -229,11 +246,9 @@ class WorkerPool:
 
     async def _read(self, worker: Worker) -> None:
         async for events in worker.link.events():
-            worker.last_seen = self._clock.now()
-            worker.suspect = False
-            for event in events:
-                if type(event) is Status:
-                    worker.status = event.status
+            now = self._clock.now()
+            worker.heard(events, now)
+            worker.judge(now, self._config)
             self._listener.deliver(worker, events)
 
     def _lose(self, worker: Worker, reason: str) -> None:

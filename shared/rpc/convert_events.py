@@ -204,6 +204,7 @@ def _failed_to_wire(e: Failed) -> pb.Event:
             code=e.code,
             message=e.message[: checks.MAX_NAME_CHARS],
             retryable=e.retryable,
+            param=e.param[: checks.MAX_ID_CHARS],
         )
     )
 
@@ -255,6 +256,7 @@ def _failed_from_wire(wire: pb.Failed) -> Failed:
         code=checks.text("code", wire.code, checks.MAX_ID_CHARS),
         message=checks.text("message", wire.message),
         retryable=wire.retryable,
+        param=checks.text("param", wire.param, checks.MAX_ID_CHARS),
     )
 
 

@@ -98,6 +98,7 @@ def status_to_wire(status: WorkerStatus) -> common.WorkerStatus:
         num_leases=status.num_leases,
         num_cached_tokens=status.num_cached_tokens,
         steps=status.steps,
+        turns=status.turns,
         draining=status.draining,
     )
 
@@ -114,6 +115,7 @@ def status_from_wire(wire: common.WorkerStatus) -> WorkerStatus:
         num_leases=wire.num_leases,
         num_cached_tokens=wire.num_cached_tokens,
         steps=wire.steps,
+        turns=wire.turns,
         draining=wire.draining,
     )
 

@@ -172,7 +172,7 @@ def _command(wire: pb.Command, outbox: _Outbox) -> Command | None:
         request_id = command_request_id(wire)
         if not request_id:
             raise
-        outbox.put([Failed(request_id, error.code, error.message, retryable=False)])
+        outbox.put([Failed(request_id, error.code, error.message, retryable=False, param=error.param or "")])
         return None
 
 

@@ -83,7 +83,7 @@ ENCODED_ITEMS = _counter("encoded_items", "Media items encoded")
 
 TRANSFER_BYTES = _counter("transfer_bytes", "Bytes pulled and verified", "backend", "kind")
 TRANSFER_SECONDS = _seconds("transfer", "One pull", "backend", "kind", buckets=_SHORT_SECONDS)
-#: reason: stale, corrupt, timeout, peer_lost, cancelled, failed.
+#: reason: stale, corrupt, timeout, peer_lost, failed.
 TRANSFER_FAILURES = _counter("transfer_failures", "Pulls that did not deliver every block", "reason")
 CHECKSUM_FAILURES = _counter("checksum_failures", "Blocks whose bytes did not match", "kind")
 LEASES_GRANTED = _counter("leases_granted", "Leases granted on blocks", "kind")

@@ -35,7 +35,7 @@ class WorkerInfo(Struct, frozen=True):
 class WorkerStatus(Struct, frozen=True):
     """Load and progress, sent over the stream every half second and after bursts.
 
-    ``steps`` grows with each engine step: progress, not liveness. ``num_blocks_leaked`` must be 0 at rest.
+    ``turns`` grows as long as the engine's thread is not stuck, idle or not; ``steps`` with each step.
     """
 
     incarnation: str
@@ -49,6 +49,7 @@ class WorkerStatus(Struct, frozen=True):
     num_cached_tokens: int = 0
     steps: int = 0
     draining: bool = False
+    turns: int = 0
 
 
 # Commands: router -> worker.
@@ -165,12 +166,14 @@ class Released(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """The request ended here without an answer; ``retryable`` = it may go on elsewhere."""
+    """The request ended here without an answer; ``retryable`` = it may go on elsewhere. ``param`` = the
+    field of the client's request that is to blame, if one is."""
 
     request_id: str
     code: str
     message: str
     retryable: bool
+    param: str = ""
 
 
 class Status(Struct, frozen=True, tag=True):

@@ -691,6 +691,7 @@ class WorkerStatus(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -702,6 +703,8 @@ class WorkerStatus(_message.Message):
     num_cached_tokens: _builtins.int
     steps: _builtins.int
     draining: _builtins.bool
+    turns: _builtins.int
+    """Turns of the engine's thread: it moves on even when there is nothing to do."""
     def __init__(
         self,
         *,
@@ -716,10 +719,11 @@ class WorkerStatus(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         steps: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        turns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_blocks_free", b"num_blocks_free", "num_blocks_held", b"num_blocks_held", "num_blocks_quarantined", b"num_blocks_quarantined", "num_cached_tokens", b"num_cached_tokens", "num_leases", b"num_leases", "num_running", b"num_running", "num_waiting", b"num_waiting", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_blocks_free", b"num_blocks_free", "num_blocks_held", b"num_blocks_held", "num_blocks_quarantined", b"num_blocks_quarantined", "num_cached_tokens", b"num_cached_tokens", "num_leases", b"num_leases", "num_running", b"num_running", "num_waiting", b"num_waiting", "steps", b"steps", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -609,10 +609,13 @@ class Failed(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    PARAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     code: _builtins.str
     message: _builtins.str
     retryable: _builtins.bool
+    param: _builtins.str
+    """The field of the client's request that is to blame. Empty: none."""
     def __init__(
         self,
         *,
@@ -620,10 +623,11 @@ class Failed(_message.Message):
         code: _builtins.str = ...,
         message: _builtins.str = ...,
         retryable: _builtins.bool = ...,
+        param: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "request_id", b"request_id", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "param", b"param", "request_id", b"request_id", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -167,6 +167,33 @@ async def test_silence_is_suspected_then_lost(bench: Bench) -> None:
     assert bench.links[0].closed
 
 
+async def test_a_standstill_is_suspected_at_once_and_lost_later(bench: Bench) -> None:
+    """The process answers, but its engine hangs."""
+    await bench.announce(info())
+    worker = bench.pool.live()[0]
+
+    async def beat(turns: int) -> None:
+        bench.links[0].queue.put_nowait([Status(WorkerStatus("a", turns=turns))])
+        await bench.settle()
+        bench.clock.advance(0.5)
+        bench.pool.tick()
+
+    for turns in range(1, 4):
+        await beat(turns)
+    assert worker.usable
+    for _ in range(5):
+        await beat(3)
+    assert worker.suspect and not worker.lost
+    await beat(4)
+    assert worker.usable
+    for _ in range(2 * 29):
+        await beat(4)
+    assert worker.suspect and not worker.lost
+    for _ in range(4):
+        await beat(4)
+    assert worker.lost and bench.told[-1] == ("lost", "a")
+
+
 async def test_nothing_passes_to_or_from_a_lost_worker(bench: Bench) -> None:
     await bench.announce(info())
     worker = bench.pool.live()[0]

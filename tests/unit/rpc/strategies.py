@@ -162,7 +162,9 @@ infos = st.builds(
     u32,
     u32,
 )
-statuses = st.builds(worker.WorkerStatus, text, u32, u32, u32, u32, u32, u32, u32, u64, u64, st.booleans())
+statuses = st.builds(
+    worker.WorkerStatus, text, u32, u32, u32, u32, u32, u32, u32, u64, u64, st.booleans(), u64
+)
 
 
 @st.composite
@@ -213,7 +215,7 @@ events = st.one_of(
     plain_tokens,
     plain_tokens,
     st.builds(worker.Released, name),
-    st.builds(worker.Failed, name, text, text, st.booleans()),
+    st.builds(worker.Failed, name, text, text, st.booleans(), text),
     st.builds(worker.Status, statuses),
     st.builds(worker.KvEvents, u64, tuples(block_hash), tuples(block_hash)),
 )

@@ -151,11 +151,11 @@ class Attempt:
         route.decode.send(Resume(self.id, tokens, self._num_blocks, finished if any(finished) else ()))
 
     def leases(self) -> Iterator[tuple[Worker, set[str]]]:
-        """The handoffs that must stay alive, by their holder. One that decode has no room for is left to
-        its lease: when that ends, the request is placed anew."""
+        """Who works for this attempt, and the handoffs that must stay alive there. One that decode has no
+        room for is left to its lease: when that ends, the request is placed anew."""
         route = self._route
         unreserved = route.prefill if route is not None and not self._reserved else None
-        return ((w, ids) for w, ids in self._holders.items() if ids and w is not unreserved)
+        return ((w, set() if w is unreserved else ids) for w, ids in self._holders.items())
 
     def close(self) -> None:
         """Tell every holder to stop and forget the attempt. Calling it twice is safe."""

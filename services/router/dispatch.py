@@ -264,9 +264,11 @@ class Dispatcher:
         return True
 
     def _renew(self) -> None:
-        leases: dict[Worker, list[str]] = {}
+        wanted: dict[Worker, tuple[list[str], list[str]]] = {}
         for attempt in self._attempts.values():
             for worker, handoff_ids in attempt.leases():
-                leases.setdefault(worker, []).extend(handoff_ids)
-        for worker, all_ids in leases.items():
-            worker.send(Renew(tuple(all_ids)))
+                handoffs, requests = wanted.setdefault(worker, ([], []))
+                handoffs += handoff_ids
+                requests.append(attempt.id)
+        for worker, (handoffs, requests) in wanted.items():
+            worker.send(Renew(tuple(handoffs), tuple(requests)))

@@ -61,12 +61,21 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How bytes move between workers: backends in order of preference, leases and deadlines."""
+    """How bytes move between workers: backends in order of preference, leases and deadlines.
 
-    order: tuple[str, ...] = ("shm", "tcp")
+    A request whose router has not asked after it for ``lease_s`` is given up, one whose router's stream has
+    ended after ``orphan_grace_s``.
+    """
+
+    order: tuple[Literal["shm", "tcp", "nixl"], ...] = ("shm", "tcp")
     lease_s: float = ranged(30.0, 0.1, 3600)
+    orphan_grace_s: float = ranged(5.0, 0.01, 3600)
     deadline_s: float = ranged(5.0, 0.01, 600)
     tcp_host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            raise ValueError("order must name at least one backend")
 
 
 @dataclass(frozen=True)
@@ -82,11 +91,14 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """Where the gateway listens, and how large a body it reads."""
+    """Where the gateway listens, and what it bears: bytes of a body (and of a message over gRPC), open
+    connections, and how long the head of a request may take."""
 
     host: str = "127.0.0.1"
     port: int = ranged(8000, 0, 65535)
     max_body_bytes: int = ranged(32 << 20, 1024, 256 << 20)
+    max_connections: int = ranged(4096, 1, 1 << 20)
+    header_timeout_s: float = ranged(10.0, 0.1, 600)
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,18 @@ class RouterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def __post_init__(self) -> None:
+        server = self.server
+        places: dict[tuple[str, int], str] = {}
+        for name, host, port in (
+            ("http.port", self.http.host, self.http.port),
+            ("server.port", server.host, server.port),
+            ("server.metrics_port", server.metrics_host, server.metrics_port),
+        ):
+            other = places.setdefault((host, port), name)
+            if port and other != name:
+                raise ValueError(f"{other} and {name} must differ")
 
 
 @dataclass(frozen=True)

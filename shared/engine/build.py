@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.clock import Clock, Entropy
-from shared.config.services import EncoderConfig, KVConfig, WorkerConfig
+from shared.config import capacity
+from shared.config.services import EncoderConfig, TransferConfig, WorkerConfig
 from shared.engine.backend import Backend, RunnerMemory
 from shared.engine.core import EngineCore, EngineParts
 from shared.engine.desk import PullDesk
@@ -15,6 +16,7 @@ from shared.engine.inbox import Inbox, Outbox
 from shared.engine.intake import Intake
 from shared.engine.loop import EngineLoop
 from shared.engine.outflow import Outflow
+from shared.engine.owners import Owners
 from shared.engine.spans import RequestSpans
 from shared.engine.store_link import RemoteStoreLink, StoreCalls, StoreLink
 from shared.failpoints import Failpoints
@@ -24,9 +26,12 @@ from shared.kv_cache.encoder_cache import EncoderCache
 from shared.kv_cache.leases import LeaseTable
 from shared.kv_cache.manager import KVCacheManager
 from shared.scheduler.scheduler import Scheduler, SchedulerLimits
+from shared.telemetry.logs import get_logger
 from shared.telemetry.tracing import Tracer
 from shared.transfer.arena import Arena
 from shared.types.kv import KVCacheSpec
+
+log = get_logger(__name__)
 
 #: Blocks that may be on offer to the store at a time: they are pinned meanwhile.
 MAX_OFFERED_BLOCKS = 256
@@ -55,14 +60,6 @@ class TokenEngine:
     arenas: dict[str, Arena]
 
 
-def num_blocks_for(config: KVConfig, spec: KVCacheSpec) -> int:
-    """Blocks of each group: as configured, or as many as the memory holds."""
-    if config.num_blocks:
-        return config.num_blocks
-    extent = sum(group.extent_bytes(spec.block_size) for group in spec.groups)
-    return max(1, (config.memory_mb << 20) // extent)
-
-
 def make_arenas(
     spec: KVCacheSpec, num_blocks: int, encoder: EncoderConfig, row_bytes: int, incarnation: str
 ) -> dict[str, Arena]:
@@ -74,10 +71,15 @@ def make_arenas(
     }
 
 
+def make_owners(outbox: Outbox, transfer: TransferConfig, clock: Clock) -> Owners:
+    """The routers' leases on a worker's requests."""
+    return Owners(outbox, clock, transfer.lease_s, transfer.orphan_grace_s)
+
+
 def make_ec_arena(encoder: EncoderConfig, row_bytes: int, incarnation: str) -> Arena:
-    """An arena of embedding rows."""
-    extent = encoder.rows_per_block * row_bytes
-    return Arena.create("ec", (max(1, (encoder.memory_mb << 20) // extent),), (extent,), incarnation)
+    """An arena of embedding rows. Raises ConfigError when the memory holds less than a block of them."""
+    num_blocks, extent = capacity.embedding_blocks(encoder, row_bytes), encoder.rows_per_block * row_bytes
+    return Arena.create("ec", (num_blocks,), (extent,), incarnation)
 
 
 def runner_memory(arenas: dict[str, Arena], rows_per_block: int) -> RunnerMemory:
@@ -95,9 +97,11 @@ def build_token_engine(
     store_calls: StoreCalls | None,
     fatal: Callable[[BaseException], None],
 ) -> TokenEngine:
-    """Everything but the puller and the wire. Loads the weights."""
+    """Everything but the puller and the wire. Loads the weights. Raises ConfigError for a KV cache too small
+    to serve anything; one that holds less than the wanted context is said in the log."""
     spec = backend.cache_spec(config.kv.block_size)
-    num_blocks = num_blocks_for(config.kv, spec)
+    limits = _limits(config, backend)
+    num_blocks = capacity.kv_blocks(config.kv, spec)
     arenas = make_arenas(spec, num_blocks, config.encoder, backend.row_bytes, environment.incarnation)
     hasher = BlockHasher(backend.identity, spec.block_size)
     kv = KVCacheManager(
@@ -107,20 +111,20 @@ def build_token_engine(
         [arenas["kv"].generations(group) for group in range(len(spec.groups))],
         prefix_caching=config.kv.prefix_caching,
     )
-    limits = _limits(config, backend)
     inbox, outbox = Inbox(), Outbox()
     desk = PullDesk(inbox)
     deadline_s = config.transfer.deadline_s
     ec_pool = BlockPool(arenas["ec"].info.num_blocks[0], arenas["ec"].generations(0))
     ec_cache = EncoderCache(ec_pool, config.encoder.rows_per_block)
     leases = LeaseTable(environment.clock, config.transfer.lease_s)
+    owners = make_owners(outbox, config.transfer, environment.clock)
     parts = EngineParts(
         model=backend.identity.model,
         max_model_len=limits.max_model_len,
         scheduler=Scheduler(limits, kv, backend.eos_token_ids),
         kv=kv,
         desk=desk,
-        outflow=Outflow(kv, leases, outbox.emit, environment.failpoints),
+        outflow=Outflow(kv, leases, owners.emit, environment.failpoints),
         embeddings=Embeddings(ec_cache, desk, environment.tracer, deadline_s, backend.row_bytes),
         store=_store_link(store_calls, kv, hasher, desk, inbox, deadline_s),
         spans=RequestSpans(environment.tracer),
@@ -129,12 +133,13 @@ def build_token_engine(
         spoil=lambda group, block_id: _flip_byte(arenas["kv"], group, block_id),
         inbox=inbox,
         outbox=outbox,
+        owners=owners,
         incarnation=environment.incarnation,
     )
 
     def make_intake(core: EngineCore) -> Intake:
         return Intake(
-            kv, desk, outbox.emit, environment.tracer, deadline_s, arrived=core.arrived, lost=core.lost
+            kv, desk, owners.emit, environment.tracer, deadline_s, arrived=core.arrived, lost=core.lost
         )
 
     core = EngineCore(parts, make_intake)
@@ -145,18 +150,28 @@ def build_token_engine(
 
 def max_model_len(config: WorkerConfig, backend: Backend) -> int:
     """Tokens of the longest sequence: as configured, as the model allows, and never more than the pool
-    holds, with a block to spare for a copy. A longer one could not even go on alone."""
-    spec = backend.cache_spec(config.kv.block_size)
-    room = (num_blocks_for(config.kv, spec) - 1) * spec.block_size
-    longest = backend.max_model_len
-    return max(1, min(config.scheduler.max_model_len or longest, longest, room))
+    holds. Raises ConfigError when it holds none."""
+    return _context(config, backend).served
+
+
+def _context(config: WorkerConfig, backend: Backend) -> capacity.Context:
+    return capacity.context(config, backend.cache_spec(config.kv.block_size), backend.max_model_len)
 
 
 def _limits(config: WorkerConfig, backend: Backend) -> SchedulerLimits:
+    """The scheduler's limits; a context shorter than wanted is said in the log."""
+    context = _context(config, backend)
+    if context.shortfall:
+        log.warning(
+            "the KV cache holds less than the wanted context",
+            configured=context.source,
+            served_context=context.served,
+            wanted_context=context.wanted,
+        )
     return SchedulerLimits(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=max_model_len(config, backend),
+        max_model_len=context.served,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shared.clock import Clock
 from shared.config.services import WorkerConfig
 from shared.engine.backend import Backend
-from shared.engine.build import Environment, make_ec_arena, runner_memory
+from shared.engine.build import Environment, make_ec_arena, make_owners, runner_memory
 from shared.engine.encoder_core import EncoderCore, EncoderParts, MediaPreparer
 from shared.engine.inbox import Inbox, Outbox
 from shared.engine.thread import STATUS_INTERVAL_S, EngineThread
@@ -70,7 +70,8 @@ def build_encoder_engine(
     agent: Callable[[], AgentInfo],
     fatal: Callable[[BaseException], None],
 ) -> EncoderEngine:
-    """Everything but the wire. Loads the weights. ``agent`` is asked at each handoff."""
+    """Everything but the wire. Loads the weights. ``agent`` is asked at each handoff. Raises ConfigError when
+    the memory holds less than a block of embeddings."""
     arena = make_ec_arena(config.encoder, backend.row_bytes, environment.incarnation)
     arenas = {"ec": arena}
     pool = BlockPool(arena.info.num_blocks[0], arena.generations(0))
@@ -93,6 +94,7 @@ def build_encoder_engine(
         failpoints=environment.failpoints,
         inbox=inbox,
         outbox=outbox,
+        owners=make_owners(outbox, config.transfer, environment.clock),
         incarnation=environment.incarnation,
     )
     core = EncoderCore(parts)

@@ -2,7 +2,7 @@
 
 Takes commands, owns the requests between Start and Released, and turns outcomes of steps into
 events. Everything here happens in the engine thread (``loop``); ``submit``, ``status``,
-``subscribe``, ``detached`` and ``close`` may be called from any thread.
+``subscribe``, ``detached`` and ``drain`` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shared.engine.intake import Intake
 from shared.engine.live import LiveRequest, sequences_of
 from shared.engine.observe import observe_prompt
 from shared.engine.outflow import Outflow
+from shared.engine.owners import Owners
 from shared.engine.spans import RequestSpans
 from shared.engine.store_link import StoreLink
 from shared.failpoints import Failpoints
@@ -65,6 +66,7 @@ class EngineParts:
     spoil: Callable[[int, int], None]
     inbox: Inbox
     outbox: Outbox
+    owners: Owners
     incarnation: str
 
 
@@ -73,7 +75,7 @@ class EngineCore:
 
     def __init__(self, parts: EngineParts, make_intake: Callable[[EngineCore], Intake]) -> None:
         self._p = parts
-        self._emit = parts.outbox.emit
+        self._emit = parts.owners.emit
         self._intake = make_intake(self)
         self._live: dict[str, LiveRequest] = {}
         self._ending: dict[str, LiveRequest] = {}
@@ -84,17 +86,21 @@ class EngineCore:
 
     # -- any thread ---------------------------------------------------------------------------
 
-    def submit(self, commands: list[Command]) -> None:
-        """Queue commands, in order."""
-        self._p.inbox.post(lambda: self._handle(commands))
+    def submit(self, router_id: str, commands: list[Command]) -> None:
+        """Queue a router's commands, in order."""
+        self._p.inbox.post(lambda: self._handle(router_id, commands))
 
-    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
-        """Receive every batch of events until the returned function is called."""
-        return self._p.outbox.subscribe(deliver)
+    def subscribe(self, router_id: str, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
+        """Receive every batch of events for that router until the returned function is called."""
+        return self._p.outbox.subscribe(router_id, deliver)
 
-    def detached(self) -> None:
-        """The router's stream ended: nobody wants the answers any more."""
-        self._p.inbox.post(self.abort_all)
+    def detached(self, router_id: str) -> None:
+        """The router's stream ended: unless it comes back soon, nobody wants its answers any more."""
+        self._p.inbox.post(lambda: self._p.owners.orphaned(router_id))
+
+    def drain(self) -> None:
+        """Take no new work, and say so."""
+        self._p.inbox.post(self._drain)
 
     def status(self) -> WorkerStatus:
         """Load and progress now. A snapshot; counts may be one step old."""
@@ -129,6 +135,8 @@ class EngineCore:
 
     def tick(self) -> None:
         """Housekeeping between steps: leases, waiting reservations, lost sequences."""
+        for request_id in self._p.owners.expired():
+            self._abort(Abort(request_id))
         for live in self._p.outflow.expire():
             self._forget(live)
         self._intake.retry()
@@ -159,10 +167,14 @@ class EngineCore:
 
     # -- commands -----------------------------------------------------------------------------
 
-    def _handle(self, commands: list[Command]) -> None:
+    def _drain(self) -> None:
+        self._draining = True
+        self._p.outbox.broadcast(Status(self.status()))
+
+    def _handle(self, router_id: str, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Start):
-                self._start(command)
+                self._start(router_id, command)
             elif isinstance(command, Attach):
                 self._intake.attach(command)
             elif isinstance(command, Resume):
@@ -170,19 +182,21 @@ class EngineCore:
             elif isinstance(command, Abort):
                 self._abort(command)
             elif isinstance(command, Renew):
+                self._p.owners.renew(command.request_ids)
                 for handoff_id in command.handoff_ids:
                     self._p.outflow.renew(handoff_id)
             elif isinstance(command, Drain):
-                self._draining = True
-                self._emit(Status(self.status()))
+                self._drain()
 
-    def _start(self, command: Start) -> None:
+    def _start(self, router_id: str, command: Start) -> None:
         request = command.request
         problem = self._refusal(request)
         if problem:
             code, message, retryable = problem
-            self._emit(Failed(request.request_id, code, message, retryable))
+            # Not by way of the request's owner: it may be another's, of the same id.
+            self._p.outbox.emit(router_id, Failed(request.request_id, code, message, retryable))
             return
+        self._p.owners.begin(request.request_id, router_id, request.deadline_s)
         if command.mode == DECODE:
             self._intake.start(request)
             return

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from shared.clock import Clock
 from shared.engine.inbox import Inbox, Outbox
+from shared.engine.owners import Owners
 from shared.errors import NotFound, OutOfBlocks, Overloaded, TriptychError
 from shared.failpoints import Failpoints
 from shared.kv_cache.block_pool import BlockPool
@@ -81,6 +82,7 @@ class EncoderParts:
     failpoints: Failpoints
     inbox: Inbox
     outbox: Outbox
+    owners: Owners
     incarnation: str
 
 
@@ -99,11 +101,12 @@ class Encoding:
 
 
 class EncoderCore:
-    """Requests of one encoder. ``submit``, ``put_media``, ``status``, ``detached``: any thread."""
+    """Requests of one encoder. ``submit``, ``put_media``, ``status``, ``detached``, ``drain``: any
+    thread."""
 
     def __init__(self, parts: EncoderParts) -> None:
         self._p = parts
-        self._emit = parts.outbox.emit
+        self._emit = parts.owners.emit
         self._media: OrderedDict[str, bytes] = OrderedDict()
         self._media_bytes = 0
         self._preparing: set[str] = set()
@@ -114,21 +117,25 @@ class EncoderCore:
 
     # -- any thread ---------------------------------------------------------------------------
 
-    def submit(self, commands: list[Command]) -> None:
-        """Queue commands, in order."""
-        self._p.inbox.post(lambda: self._handle(commands))
+    def submit(self, router_id: str, commands: list[Command]) -> None:
+        """Queue a router's commands, in order."""
+        self._p.inbox.post(lambda: self._handle(router_id, commands))
 
-    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
-        """Receive every batch of events until the returned function is called."""
-        return self._p.outbox.subscribe(deliver)
+    def subscribe(self, router_id: str, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
+        """Receive every batch of events for that router until the returned function is called."""
+        return self._p.outbox.subscribe(router_id, deliver)
 
     def put_media(self, mm_hash: str, data: bytes) -> None:
         """Keep raw media for a coming Encode; the oldest go when the bound is reached."""
         self._p.inbox.post(lambda: self._keep(mm_hash, data))
 
-    def detached(self) -> None:
-        """The router's stream ended."""
-        self._p.inbox.post(self.abort_all)
+    def detached(self, router_id: str) -> None:
+        """The router's stream ended: unless it comes back soon, nobody wants its pictures any more."""
+        self._p.inbox.post(lambda: self._p.owners.orphaned(router_id))
+
+    def drain(self) -> None:
+        """Take no new work, and say so."""
+        self._p.inbox.post(self._drain)
 
     def status(self) -> WorkerStatus:
         """Load and progress now."""
@@ -161,6 +168,8 @@ class EncoderCore:
 
     def tick(self) -> None:
         """Leases that ended are given back: a normal outcome with a metric."""
+        for request_id in self._p.owners.expired():
+            self._release(request_id)
         for request_id in self._p.leases.expired():
             if request_id in self._live:
                 metrics.LEASES_EXPIRED.labels("embedding").inc()
@@ -195,24 +204,30 @@ class EncoderCore:
 
     # -- commands -----------------------------------------------------------------------------
 
-    def _handle(self, commands: list[Command]) -> None:
+    def _drain(self) -> None:
+        self._draining = True
+        self._p.outbox.broadcast(Status(self.status()))
+
+    def _handle(self, router_id: str, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Encode):
-                self._encode(command)
+                self._encode(router_id, command)
             elif isinstance(command, Abort):
                 self._release(command.request_id)
             elif isinstance(command, Renew):
+                self._p.owners.renew(command.request_ids)
                 for handoff_id in command.handoff_ids:
                     self._p.leases.renew(handoff_id)
             elif isinstance(command, Drain):
-                self._draining = True
-                self._emit(Status(self.status()))
+                self._drain()
 
-    def _encode(self, command: Encode) -> None:
+    def _encode(self, router_id: str, command: Encode) -> None:
         if self._draining or command.request_id in self._live:
             error = Overloaded("this encoder takes no new work")
-            self._emit(Failed(command.request_id, error.code, error.message, error.retryable))
+            failed = Failed(command.request_id, error.code, error.message, error.retryable)
+            self._p.outbox.emit(router_id, failed)
             return
+        self._p.owners.begin(command.request_id, router_id)
         span = self._p.tracer.span("encode", parent=command.traceparent)
         hashes = tuple(dict.fromkeys(command.mm_hashes))
         encoding = Encoding(command.request_id, command.mm_hashes, set(hashes), set(hashes), span)

@@ -38,7 +38,7 @@ from shared.transfer.arena import Arena
 from shared.transfer.factory import make_backends
 from shared.transfer.puller import Puller
 from shared.types.transfer import AgentInfo
-from shared.types.worker import Command, Drain, WorkerInfo
+from shared.types.worker import WorkerInfo
 
 log = get_logger(__name__)
 
@@ -223,8 +223,7 @@ async def _run(host: Host, core: Core, loop: Loop, port: EnginePort) -> None:
 async def _drain(host: Host, core: Core) -> None:
     """Take nothing new and wait until nothing runs, at most ``drain_s``. Routers hear of it by status;
     they would give up what still runs if the worker withdrew first."""
-    drain: list[Command] = [Drain()]
-    core.submit(drain)
+    core.drain()
     with suppress(TimeoutError):
         async with asyncio.timeout(host.config.runtime.drain_s):
             while _busy(core) and not host.exit_code:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from shared.types.worker import Event
 
 Call = Callable[[], None]
+Deliver = Callable[[list[Event]], None]
 
 
 class Inbox:
@@ -45,33 +46,40 @@ class Inbox:
 
 
 class Outbox:
-    """Collects the events of one turn and delivers them as one batch to every subscriber."""
+    """Collects the events of one turn; each router gets its own as one batch."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._subscribers: tuple[Callable[[list[Event]], None], ...] = ()
+        self._batches: dict[str, list[Event]] = {}
+        self._subscribers: tuple[tuple[str, Deliver], ...] = ()
         self._lock = threading.Lock()
 
-    def emit(self, event: Event) -> None:
-        """Add an event to this turn's batch. Engine thread only."""
-        self._events.append(event)
+    def emit(self, router_id: str, event: Event) -> None:
+        """Add an event to this turn's batch of one router. Engine thread only."""
+        self._batches.setdefault(router_id, []).append(event)
+
+    def broadcast(self, event: Event) -> None:
+        """Add an event to the batches of all routers. Engine thread only."""
+        for router_id in {router_id for router_id, _ in self._subscribers}:
+            self.emit(router_id, event)
 
     def flush(self) -> None:
-        """Deliver the batch, if there is one. Engine thread only."""
-        if not self._events:
+        """Deliver the batches; those of routers that are gone are dropped. Engine thread only."""
+        if not self._batches:
             return
-        batch, self._events = self._events, []
-        for deliver in self._subscribers:
-            deliver(batch)
+        batches, self._batches = self._batches, {}
+        for router_id, deliver in self._subscribers:
+            if batch := batches.get(router_id):
+                deliver(batch)
 
-    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
-        """Call ``deliver`` with every batch, from the engine thread, until the returned function is
-        called. ``deliver`` must not block. Any thread."""
+    def subscribe(self, router_id: str, deliver: Deliver) -> Callable[[], None]:
+        """Call ``deliver`` with every batch for that router, from the engine thread, until the returned
+        function is called. ``deliver`` must not block. Any thread."""
+        entry = (router_id, deliver)
         with self._lock:
-            self._subscribers = (*self._subscribers, deliver)
+            self._subscribers = (*self._subscribers, entry)
 
         def unsubscribe() -> None:
             with self._lock:
-                self._subscribers = tuple(d for d in self._subscribers if d is not deliver)
+                self._subscribers = tuple(e for e in self._subscribers if e is not entry)
 
         return unsubscribe

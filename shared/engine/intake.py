@@ -19,7 +19,7 @@ from shared.telemetry.tracing import Span, Tracer
 from shared.transfer.handoff import PullOutcome
 from shared.types.request import GenerationRequest
 from shared.types.transfer import AgentInfo
-from shared.types.worker import DECODE, Attach, Event, Released, Reserved, Resume
+from shared.types.worker import DECODE, Attach, Released, RequestEvent, Reserved, Resume
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Intake:
         self,
         kv: KVCacheManager,
         desk: PullDesk,
-        emit: Callable[[Event], None],
+        emit: Callable[[RequestEvent], None],
         tracer: Tracer,
         deadline_s: float,
         *,

@@ -13,7 +13,7 @@ from shared.failpoints import Failpoints
 from shared.kv_cache.leases import LeaseTable
 from shared.kv_cache.manager import KVCacheManager
 from shared.telemetry import metrics
-from shared.types.worker import BlocksCommitted, Event, HandoffReady, Released
+from shared.types.worker import BlocksCommitted, HandoffReady, Released, RequestEvent
 
 
 class Outflow:
@@ -23,7 +23,7 @@ class Outflow:
         self,
         kv: KVCacheManager,
         leases: LeaseTable,
-        emit: Callable[[Event], None],
+        emit: Callable[[RequestEvent], None],
         failpoints: Failpoints,
     ) -> None:
         self._kv = kv

@@ -12,10 +12,11 @@ from shared.types.worker import Command, Event, WorkerInfo, WorkerStatus
 class Core(Protocol):
     """What both engines offer."""
 
-    def submit(self, commands: list[Command]) -> None: ...
-    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]: ...
+    def submit(self, router_id: str, commands: list[Command]) -> None: ...
+    def subscribe(self, router_id: str, deliver: Callable[[list[Event]], None]) -> Callable[[], None]: ...
     def status(self) -> WorkerStatus: ...
-    def detached(self) -> None: ...
+    def detached(self, router_id: str) -> None: ...
+    def drain(self) -> None: ...
 
 
 class EnginePort:
@@ -34,11 +35,11 @@ class EnginePort:
     def info(self) -> WorkerInfo:
         return self._info()
 
-    def submit(self, commands: list[Command]) -> None:
-        self._core.submit(commands)
+    def submit(self, router_id: str, commands: list[Command]) -> None:
+        self._core.submit(router_id, commands)
 
-    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
-        return self._core.subscribe(deliver)
+    def subscribe(self, router_id: str, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
+        return self._core.subscribe(router_id, deliver)
 
     async def put_media(self, mm_hash: str, data: bytes) -> None:
         if self._keep_media is None:
@@ -49,5 +50,4 @@ class EnginePort:
         return self._core.status()
 
     def detached(self, router_id: str) -> None:
-        # One router owns a worker's requests for now; adoption by another comes with router replicas.
-        self._core.detached()
+        self._core.detached(router_id)

@@ -73,13 +73,13 @@ class EngineThread(ABC):
         """Turn after turn, until ``_stopping`` is set and nothing is in flight."""
 
     def _report(self) -> None:
-        """Add a Status to this turn's events, when one is due."""
+        """Add a Status to this turn's events for everyone, when one is due."""
         if self._clock.now() < self._next_status:
             return
         self._next_status = self._clock.now() + STATUS_INTERVAL_S
         status = self._threaded.status()
         observe_status(status)
-        self._outbox.emit(Status(status))
+        self._outbox.broadcast(Status(status))
 
     def _main(self) -> None:
         try:

@@ -157,7 +157,7 @@ _COMMAND_TO_WIRE: dict[type[Any], Callable[[Any], pb.Command]] = {
     Encode: _encode_to_wire,
     Attach: _attach_to_wire,
     Resume: _resume_to_wire,
-    Renew: lambda c: pb.Command(renew=pb.Renew(handoff_ids=c.handoff_ids)),
+    Renew: lambda c: pb.Command(renew=pb.Renew(handoff_ids=c.handoff_ids, request_ids=c.request_ids)),
     Abort: lambda c: pb.Command(abort=pb.Abort(request_id=c.request_id, choices=c.choices)),
     Drain: lambda c: pb.Command(drain=pb.Drain()),
 }
@@ -220,7 +220,10 @@ _COMMAND_FROM_WIRE: dict[str, Callable[[Any], Command]] = {
     "encode": _encode_from_wire,
     "attach": _attach_from_wire,
     "resume": _resume_from_wire,
-    "renew": lambda wire: Renew(checks.ids("handoff_ids", wire.handoff_ids, checks.MAX_BLOCKS)),
+    "renew": lambda wire: Renew(
+        checks.ids("handoff_ids", wire.handoff_ids, checks.MAX_BLOCKS),
+        checks.ids("request_ids", wire.request_ids, checks.MAX_BLOCKS),
+    ),
     "abort": lambda wire: Abort(checks.request_id(wire.request_id), tuple(wire.choices)),
     "drain": lambda wire: Drain(),
 }

@@ -38,13 +38,13 @@ class WorkerPort(Protocol):
 
     def info(self) -> WorkerInfo: ...
 
-    def submit(self, commands: list[Command]) -> None:
-        """Take commands, in order. Does not raise: what goes wrong becomes a Failed event."""
+    def submit(self, router_id: str, commands: list[Command]) -> None:
+        """Take a router's commands, in order. Does not raise: what goes wrong becomes a Failed event."""
         ...
 
-    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
-        """Hand every batch of events to ``deliver`` from now on, from any one thread; the list is not
-        changed afterwards. Returns the function that ends it."""
+    def subscribe(self, router_id: str, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
+        """Hand every batch of that router's events to ``deliver`` from now on, from any one thread; the
+        list is not changed afterwards. Returns the function that ends it."""
         ...
 
     async def put_media(self, mm_hash: str, data: bytes) -> None:
@@ -80,7 +80,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[pb.WorkerStreamRequest], context: object
     ) -> AsyncIterator[pb.WorkerStreamResponse]:
         outbox = self._attach(await _hello(request_iterator))
-        unsubscribe = self._port.subscribe(outbox.put)
+        unsubscribe = self._port.subscribe(outbox.router_id, outbox.put)
         tasks = [asyncio.create_task(self._read(request_iterator, outbox))]
         if self._heartbeat_s is not None:
             tasks.append(asyncio.create_task(self._beat(outbox, self._heartbeat_s)))
@@ -150,7 +150,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return  # fenced: what a replaced stream still sends counts for nothing
                 commands = [c for wire in request.commands if (c := _command(wire, outbox)) is not None]
                 if commands:
-                    self._port.submit(commands)
+                    self._port.submit(outbox.router_id, commands)
         except Exception as error:
             # Raised again where the answers are made, so that one place maps errors to statuses.
             failure = error

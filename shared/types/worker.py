@@ -92,9 +92,10 @@ class Resume(Struct, frozen=True, tag=True):
 
 
 class Renew(Struct, frozen=True, tag=True):
-    """Renew the leases of these handoffs."""
+    """Renew the leases of these handoffs, and of these requests."""
 
     handoff_ids: tuple[str, ...]
+    request_ids: tuple[str, ...] = ()
 
 
 class Abort(Struct, frozen=True, tag=True):
@@ -188,4 +189,5 @@ class KvEvents(Struct, frozen=True, tag=True):
     removed: tuple[bytes, ...] = ()
 
 
-Event = Reserved | BlocksCommitted | HandoffReady | Tokens | Released | Failed | Status | KvEvents
+RequestEvent = Reserved | BlocksCommitted | HandoffReady | Tokens | Released | Failed
+Event = RequestEvent | Status | KvEvents

@@ -37,7 +37,9 @@ SETS = [
 
 
 def test_every_failpoint_has_its_kill() -> None:
-    assert {arm.partition("=")[0] for _, arms in SETS for arm in arms.values()} == NAMES
+    # Those of the disk tier are killed where it is tested alone.
+    wanted = {name for name in NAMES if not name.startswith("tier.")}
+    assert {arm.partition("=")[0] for _, arms in SETS for arm in arms.values()} == wanted
 
 
 @pytest.mark.e2e

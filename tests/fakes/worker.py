@@ -29,6 +29,7 @@ from shared.transfer.shm import ShmBackend
 from shared.types.transfer import AgentInfo
 from shared.types.worker import Command, Event, Status, WorkerStatus
 
+ROUTER = "router"
 WITNESS = Path(__file__).parents[2] / "models" / "witness"
 
 
@@ -117,7 +118,7 @@ class InProcessWorker:
         if desk:
             desk.bind(self.puller)
         self._agent.set_epoch(1)
-        engine.core.subscribe(self.log.deliver)
+        engine.core.subscribe(ROUTER, self.log.deliver)
         engine.loop.start()
 
     def agent_info(self) -> AgentInfo:
@@ -125,7 +126,7 @@ class InProcessWorker:
         return self._agent.info(self.backend.layout(self.config.kv.block_size))
 
     def send(self, *commands: Command) -> None:
-        self.engine.core.submit(list(commands))
+        self.engine.core.submit(ROUTER, list(commands))
 
     def status(self) -> WorkerStatus:
         return self.engine.core.status()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.config.services import KVConfig, SchedulerConfig
+from shared.config.services import KVConfig, SchedulerConfig, TransferConfig
 from shared.engine.build import max_model_len
 from shared.types.worker import (
     AGGREGATED,
@@ -14,12 +14,13 @@ from shared.types.worker import (
     Failed,
     HandoffReady,
     Released,
+    Renew,
     Reserved,
     Start,
     Status,
     Tokens,
 )
-from tests.fakes.worker import InProcessWorker, worker_config
+from tests.fakes.worker import ROUTER, InProcessWorker, worker_config
 from tests.integration.test_handoff import answer, at_rest, finished, hand_over, make, of, oracle, tokens_of
 
 
@@ -153,7 +154,8 @@ def test_a_stopped_choice_does_not_take_a_handoff_from_the_others() -> None:
 def test_a_drain_is_said_at_once() -> None:
     with small("decode", 64) as decode:
         said: list[Event] = []
-        decode.engine.core.subscribe(lambda batch: said.extend(e for e in batch if isinstance(e, Status)))
+        core = decode.engine.core
+        core.subscribe(ROUTER, lambda batch: said.extend(e for e in batch if isinstance(e, Status)))
         request = make("r", [1] * 20, sampling={"max_tokens": 400, "ignore_eos": True})
         decode.send(Start(request, AGGREGATED))
         decode.log.wait_for(of(request, Tokens))
@@ -161,4 +163,54 @@ def test_a_drain_is_said_at_once() -> None:
         assert decode.log.wait_for(of(make("late", [1]), Failed)).retryable
         assert any(isinstance(e, Status) and e.status.draining for e in said)
         decode.log.wait_for(finished(request, 0))
+        at_rest(decode)
+
+
+def test_each_router_hears_of_its_own_requests_only() -> None:
+    with small("decode", 64) as decode:
+        heard: list[Event] = []
+        decode.engine.core.subscribe("other", heard.extend)
+        ours, theirs = make("ours", [1] * 20), make("theirs", [2] * 20)
+        decode.send(Start(ours, AGGREGATED))
+        decode.engine.core.submit("other", [Start(theirs, AGGREGATED), Start(ours, AGGREGATED)])
+        decode.log.wait_for(finished(ours, 0))
+        decode.wait(lambda: any(map(of(theirs, Released), heard)))
+        assert tokens_of(decode, ours) == oracle(ours)
+        assert not any(map(of(theirs, Tokens), decode.log.events))
+        # A second request of the same id is refused, to whoever asked, and the first goes on.
+        assert [type(e) for e in heard if isinstance(e, Failed | Tokens) and e.request_id == "ours"] == [
+            Failed
+        ]
+        at_rest(decode)
+
+
+def test_the_requests_of_a_lost_router_end_after_its_grace_and_no_others() -> None:
+    transfer = TransferConfig(order=("shm",), lease_s=60.0, orphan_grace_s=0.2)
+    with InProcessWorker(worker_config("decode", transfer=transfer)) as decode:
+        endless = {"max_tokens": 10_000, "ignore_eos": True}
+        ours, theirs = make("ours", [1] * 20, sampling=endless), make("theirs", [2] * 20, sampling=endless)
+        decode.send(Start(ours, AGGREGATED))
+        decode.engine.core.submit("other", [Start(theirs, AGGREGATED)])
+        decode.wait(lambda: decode.status().num_running == 2)
+        decode.engine.core.detached("other")
+        decode.wait(lambda: decode.status().num_running == 1)
+        before = len(tokens_of(decode, ours))
+        decode.wait(lambda: len(tokens_of(decode, ours)) > before)
+        decode.send(Abort("ours"))
+        at_rest(decode)
+
+
+def test_what_no_router_asks_after_ends_with_its_lease() -> None:
+    transfer = TransferConfig(order=("shm",), lease_s=0.5)
+    with InProcessWorker(worker_config("decode", transfer=transfer)) as decode:
+        endless = {"max_tokens": 10_000, "ignore_eos": True}
+        kept, forgotten = make("kept", [1] * 20, sampling=endless), make("gone", [2] * 20, sampling=endless)
+        waiting = make("waiting", [3] * 40)
+        decode.send(Start(kept, AGGREGATED), Start(forgotten, AGGREGATED), Start(waiting, DECODE))
+        while not any(map(of(forgotten, Released), decode.log.events)):
+            decode.send(Renew((), ("kept", "unknown")))
+            decode.wait(lambda: True)
+        decode.log.wait_for(of(waiting, Released))
+        assert not any(map(of(kept, Released), decode.log.events))
+        decode.send(Abort("kept"))
         at_rest(decode)

@@ -35,7 +35,7 @@ from shared.types.worker import (
     Start,
     Tokens,
 )
-from tests.fakes.worker import WITNESS, InProcessWorker, worker_config
+from tests.fakes.worker import ROUTER, WITNESS, InProcessWorker, worker_config
 
 CONFIG = load_witness_config(WITNESS)
 ORACLE = WitnessOracle(CONFIG)
@@ -247,7 +247,7 @@ def test_an_abort_while_a_chunk_is_computed_leaves_nothing(prefill: InProcessWor
             sent.extend(batch)
             prefill.send(Abort("c"))
 
-    prefill.engine.core.subscribe(abort_at_the_first_blocks)
+    prefill.engine.core.subscribe(ROUTER, abort_at_the_first_blocks)
     prefill.send(Start(request, PREFILL))
     prefill.log.wait_for(of(request, Released))
     assert sum(map(of(request, BlocksCommitted), prefill.log.events)) == 1

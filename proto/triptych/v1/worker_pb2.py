@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/worker.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"f\n\x13WorkerStreamRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.triptych.v1.RouterHello\x12&\n\x08\x63ommands\x18\x02 \x03(\x0b\x32\x14.triptych.v1.Command\"/\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x9d\x02\n\x07\x43ommand\x12#\n\x05start\x18\x01 \x01(\x0b\x32\x12.triptych.v1.StartH\x00\x12%\n\x06\x65ncode\x18\x02 \x01(\x0b\x32\x13.triptych.v1.EncodeH\x00\x12%\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x13.triptych.v1.AttachH\x00\x12%\n\x06resume\x18\x04 \x01(\x0b\x32\x13.triptych.v1.ResumeH\x00\x12#\n\x05renew\x18\x05 \x01(\x0b\x32\x12.triptych.v1.RenewH\x00\x12#\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x12.triptych.v1.AbortH\x00\x12#\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x12.triptych.v1.DrainH\x00\x42\t\n\x07\x63ommand\"\x91\x01\n\x05Start\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.triptych.v1.GenerationRequest\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.triptych.v1.StartMode\x12\x31\n\nembeddings\x18\x03 \x03(\x0b\x32\x1d.triptych.v1.EcTransferParams\"D\n\x06\x45ncode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmm_hashes\x18\x02 \x03(\t\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"K\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x06params\x18\x02 \x01(\x0b\x32\x1d.triptych.v1.KvTransferParams\"R\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x03(\x08\"\x1c\n\x05Renew\x12\x13\n\x0bhandoff_ids\x18\x01 \x03(\t\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\"\x07\n\x05\x44rain\"c\n\x14WorkerStreamResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.triptych.v1.WorkerHello\x12\"\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x12.triptych.v1.Event\"4\n\x0bWorkerHello\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.triptych.v1.WorkerInfo\"\xf5\x02\n\x05\x45vent\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x15.triptych.v1.ReservedH\x00\x12\x38\n\x10\x62locks_committed\x18\x02 \x01(\x0b\x32\x1c.triptych.v1.BlocksCommittedH\x00\x12\x32\n\rhandoff_ready\x18\x03 \x01(\x0b\x32\x19.triptych.v1.HandoffReadyH\x00\x12%\n\x06tokens\x18\x04 \x01(\x0b\x32\x13.triptych.v1.TokensH\x00\x12)\n\x08released\x18\x05 \x01(\x0b\x32\x15.triptych.v1.ReleasedH\x00\x12%\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x13.triptych.v1.FailedH\x00\x12%\n\x06status\x18\x07 \x01(\x0b\x32\x13.triptych.v1.StatusH\x00\x12*\n\tkv_events\x18\x08 \x01(\x0b\x32\x15.triptych.v1.KvEventsH\x00\x42\x07\n\x05\x65vent\"K\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fnum_blocks_held\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"~\n\x0f\x42locksCommitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\r\x12\r\n\x05\x66irst\x18\x04 \x01(\r\x12%\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x15.triptych.v1.BlockRef\"\x98\x01\n\x0cHandoffReady\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x31\n\nembeddings\x18\x04 \x03(\x0b\x32\x1d.triptych.v1.EcTransferParams\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\"\x94\x01\n\x06Tokens\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x15\n\rfirst_indices\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12*\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\x19.triptych.v1.TokensDetail\"\xc4\x01\n\x0cTokensDetail\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobsB\x10\n\x0e_stop_token_id\"\x1e\n\x08Released\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"]\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\r\n\x05param\x18\x05 \x01(\t\"3\n\x06Status\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.triptych.v1.WorkerStatus\"=\n\x08KvEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x03(\x0c\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\"V\n\x0fPutMediaRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.triptych.v1.MediaHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\".\n\x0bMediaHeader\x12\x0f\n\x07mm_hash\x18\x01 \x01(\t\x12\x0e\n\x06nbytes\x18\x02 \x01(\r\"\x12\n\x10PutMediaResponse\"\x1f\n\x1dWorkerServiceGetStatusRequest\"r\n\x1eWorkerServiceGetStatusResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.triptych.v1.WorkerInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.triptych.v1.WorkerStatus*q\n\tStartMode\x12\x1a\n\x16START_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15START_MODE_AGGREGATED\x10\x01\x12\x16\n\x12START_MODE_PREFILL\x10\x02\x12\x15\n\x11START_MODE_DECODE\x10\x03\x32\x99\x02\n\rWorkerService\x12W\n\x0cWorkerStream\x12 .triptych.v1.WorkerStreamRequest\x1a!.triptych.v1.WorkerStreamResponse(\x01\x30\x01\x12I\n\x08PutMedia\x12\x1c.triptych.v1.PutMediaRequest\x1a\x1d.triptych.v1.PutMediaResponse(\x01\x12\x64\n\tGetStatus\x12*.triptych.v1.WorkerServiceGetStatusRequest\x1a+.triptych.v1.WorkerServiceGetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/worker.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"f\n\x13WorkerStreamRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.triptych.v1.RouterHello\x12&\n\x08\x63ommands\x18\x02 \x03(\x0b\x32\x14.triptych.v1.Command\"/\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x9d\x02\n\x07\x43ommand\x12#\n\x05start\x18\x01 \x01(\x0b\x32\x12.triptych.v1.StartH\x00\x12%\n\x06\x65ncode\x18\x02 \x01(\x0b\x32\x13.triptych.v1.EncodeH\x00\x12%\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x13.triptych.v1.AttachH\x00\x12%\n\x06resume\x18\x04 \x01(\x0b\x32\x13.triptych.v1.ResumeH\x00\x12#\n\x05renew\x18\x05 \x01(\x0b\x32\x12.triptych.v1.RenewH\x00\x12#\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x12.triptych.v1.AbortH\x00\x12#\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x12.triptych.v1.DrainH\x00\x42\t\n\x07\x63ommand\"\x91\x01\n\x05Start\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.triptych.v1.GenerationRequest\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.triptych.v1.StartMode\x12\x31\n\nembeddings\x18\x03 \x03(\x0b\x32\x1d.triptych.v1.EcTransferParams\"D\n\x06\x45ncode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmm_hashes\x18\x02 \x03(\t\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"K\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x06params\x18\x02 \x01(\x0b\x32\x1d.triptych.v1.KvTransferParams\"R\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x03(\x08\"1\n\x05Renew\x12\x13\n\x0bhandoff_ids\x18\x01 \x03(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\"\x07\n\x05\x44rain\"c\n\x14WorkerStreamResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.triptych.v1.WorkerHello\x12\"\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x12.triptych.v1.Event\"4\n\x0bWorkerHello\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.triptych.v1.WorkerInfo\"\xf5\x02\n\x05\x45vent\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x15.triptych.v1.ReservedH\x00\x12\x38\n\x10\x62locks_committed\x18\x02 \x01(\x0b\x32\x1c.triptych.v1.BlocksCommittedH\x00\x12\x32\n\rhandoff_ready\x18\x03 \x01(\x0b\x32\x19.triptych.v1.HandoffReadyH\x00\x12%\n\x06tokens\x18\x04 \x01(\x0b\x32\x13.triptych.v1.TokensH\x00\x12)\n\x08released\x18\x05 \x01(\x0b\x32\x15.triptych.v1.ReleasedH\x00\x12%\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x13.triptych.v1.FailedH\x00\x12%\n\x06status\x18\x07 \x01(\x0b\x32\x13.triptych.v1.StatusH\x00\x12*\n\tkv_events\x18\x08 \x01(\x0b\x32\x15.triptych.v1.KvEventsH\x00\x42\x07\n\x05\x65vent\"K\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fnum_blocks_held\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"~\n\x0f\x42locksCommitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\r\x12\r\n\x05\x66irst\x18\x04 \x01(\r\x12%\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x15.triptych.v1.BlockRef\"\x98\x01\n\x0cHandoffReady\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x31\n\nembeddings\x18\x04 \x03(\x0b\x32\x1d.triptych.v1.EcTransferParams\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\"\x94\x01\n\x06Tokens\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x15\n\rfirst_indices\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12*\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\x19.triptych.v1.TokensDetail\"\xc4\x01\n\x0cTokensDetail\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobsB\x10\n\x0e_stop_token_id\"\x1e\n\x08Released\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"]\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\r\n\x05param\x18\x05 \x01(\t\"3\n\x06Status\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.triptych.v1.WorkerStatus\"=\n\x08KvEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x03(\x0c\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\"V\n\x0fPutMediaRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.triptych.v1.MediaHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\".\n\x0bMediaHeader\x12\x0f\n\x07mm_hash\x18\x01 \x01(\t\x12\x0e\n\x06nbytes\x18\x02 \x01(\r\"\x12\n\x10PutMediaResponse\"\x1f\n\x1dWorkerServiceGetStatusRequest\"r\n\x1eWorkerServiceGetStatusResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.triptych.v1.WorkerInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.triptych.v1.WorkerStatus*q\n\tStartMode\x12\x1a\n\x16START_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15START_MODE_AGGREGATED\x10\x01\x12\x16\n\x12START_MODE_PREFILL\x10\x02\x12\x15\n\x11START_MODE_DECODE\x10\x03\x32\x99\x02\n\rWorkerService\x12W\n\x0cWorkerStream\x12 .triptych.v1.WorkerStreamRequest\x1a!.triptych.v1.WorkerStreamResponse(\x01\x30\x01\x12I\n\x08PutMedia\x12\x1c.triptych.v1.PutMediaRequest\x1a\x1d.triptych.v1.PutMediaResponse(\x01\x12\x64\n\tGetStatus\x12*.triptych.v1.WorkerServiceGetStatusRequest\x1a+.triptych.v1.WorkerServiceGetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STARTMODE']._serialized_start=2761
-  _globals['_STARTMODE']._serialized_end=2874
+  _globals['_STARTMODE']._serialized_start=2782
+  _globals['_STARTMODE']._serialized_end=2895
   _globals['_WORKERSTREAMREQUEST']._serialized_start=67
   _globals['_WORKERSTREAMREQUEST']._serialized_end=169
   _globals['_ROUTERHELLO']._serialized_start=171
@@ -49,45 +49,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUME']._serialized_start=803
   _globals['_RESUME']._serialized_end=885
   _globals['_RENEW']._serialized_start=887
-  _globals['_RENEW']._serialized_end=915
-  _globals['_ABORT']._serialized_start=917
-  _globals['_ABORT']._serialized_end=961
-  _globals['_DRAIN']._serialized_start=963
-  _globals['_DRAIN']._serialized_end=970
-  _globals['_WORKERSTREAMRESPONSE']._serialized_start=972
-  _globals['_WORKERSTREAMRESPONSE']._serialized_end=1071
-  _globals['_WORKERHELLO']._serialized_start=1073
-  _globals['_WORKERHELLO']._serialized_end=1125
-  _globals['_EVENT']._serialized_start=1128
-  _globals['_EVENT']._serialized_end=1501
-  _globals['_RESERVED']._serialized_start=1503
-  _globals['_RESERVED']._serialized_end=1578
-  _globals['_BLOCKSCOMMITTED']._serialized_start=1580
-  _globals['_BLOCKSCOMMITTED']._serialized_end=1706
-  _globals['_HANDOFFREADY']._serialized_start=1709
-  _globals['_HANDOFFREADY']._serialized_end=1861
-  _globals['_TOKENS']._serialized_start=1864
-  _globals['_TOKENS']._serialized_end=2012
-  _globals['_TOKENSDETAIL']._serialized_start=2015
-  _globals['_TOKENSDETAIL']._serialized_end=2211
-  _globals['_RELEASED']._serialized_start=2213
-  _globals['_RELEASED']._serialized_end=2243
-  _globals['_FAILED']._serialized_start=2245
-  _globals['_FAILED']._serialized_end=2338
-  _globals['_STATUS']._serialized_start=2340
-  _globals['_STATUS']._serialized_end=2391
-  _globals['_KVEVENTS']._serialized_start=2393
-  _globals['_KVEVENTS']._serialized_end=2454
-  _globals['_PUTMEDIAREQUEST']._serialized_start=2456
-  _globals['_PUTMEDIAREQUEST']._serialized_end=2542
-  _globals['_MEDIAHEADER']._serialized_start=2544
-  _globals['_MEDIAHEADER']._serialized_end=2590
-  _globals['_PUTMEDIARESPONSE']._serialized_start=2592
-  _globals['_PUTMEDIARESPONSE']._serialized_end=2610
-  _globals['_WORKERSERVICEGETSTATUSREQUEST']._serialized_start=2612
-  _globals['_WORKERSERVICEGETSTATUSREQUEST']._serialized_end=2643
-  _globals['_WORKERSERVICEGETSTATUSRESPONSE']._serialized_start=2645
-  _globals['_WORKERSERVICEGETSTATUSRESPONSE']._serialized_end=2759
-  _globals['_WORKERSERVICE']._serialized_start=2877
-  _globals['_WORKERSERVICE']._serialized_end=3158
+  _globals['_RENEW']._serialized_end=936
+  _globals['_ABORT']._serialized_start=938
+  _globals['_ABORT']._serialized_end=982
+  _globals['_DRAIN']._serialized_start=984
+  _globals['_DRAIN']._serialized_end=991
+  _globals['_WORKERSTREAMRESPONSE']._serialized_start=993
+  _globals['_WORKERSTREAMRESPONSE']._serialized_end=1092
+  _globals['_WORKERHELLO']._serialized_start=1094
+  _globals['_WORKERHELLO']._serialized_end=1146
+  _globals['_EVENT']._serialized_start=1149
+  _globals['_EVENT']._serialized_end=1522
+  _globals['_RESERVED']._serialized_start=1524
+  _globals['_RESERVED']._serialized_end=1599
+  _globals['_BLOCKSCOMMITTED']._serialized_start=1601
+  _globals['_BLOCKSCOMMITTED']._serialized_end=1727
+  _globals['_HANDOFFREADY']._serialized_start=1730
+  _globals['_HANDOFFREADY']._serialized_end=1882
+  _globals['_TOKENS']._serialized_start=1885
+  _globals['_TOKENS']._serialized_end=2033
+  _globals['_TOKENSDETAIL']._serialized_start=2036
+  _globals['_TOKENSDETAIL']._serialized_end=2232
+  _globals['_RELEASED']._serialized_start=2234
+  _globals['_RELEASED']._serialized_end=2264
+  _globals['_FAILED']._serialized_start=2266
+  _globals['_FAILED']._serialized_end=2359
+  _globals['_STATUS']._serialized_start=2361
+  _globals['_STATUS']._serialized_end=2412
+  _globals['_KVEVENTS']._serialized_start=2414
+  _globals['_KVEVENTS']._serialized_end=2475
+  _globals['_PUTMEDIAREQUEST']._serialized_start=2477
+  _globals['_PUTMEDIAREQUEST']._serialized_end=2563
+  _globals['_MEDIAHEADER']._serialized_start=2565
+  _globals['_MEDIAHEADER']._serialized_end=2611
+  _globals['_PUTMEDIARESPONSE']._serialized_start=2613
+  _globals['_PUTMEDIARESPONSE']._serialized_end=2631
+  _globals['_WORKERSERVICEGETSTATUSREQUEST']._serialized_start=2633
+  _globals['_WORKERSERVICEGETSTATUSREQUEST']._serialized_end=2664
+  _globals['_WORKERSERVICEGETSTATUSRESPONSE']._serialized_start=2666
+  _globals['_WORKERSERVICEGETSTATUSRESPONSE']._serialized_end=2780
+  _globals['_WORKERSERVICE']._serialized_start=2898
+  _globals['_WORKERSERVICE']._serialized_end=3179
 # @@protoc_insertion_point(module_scope)

@@ -254,19 +254,25 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Renew(_message.Message):
+    """What the router still wants: blocks that are held for a reader, and whole requests."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_IDS_FIELD_NUMBER: _builtins.int
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handoff_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         handoff_ids: _abc.Iterable[_builtins.str] | None = ...,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_ids", b"handoff_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_ids", b"handoff_ids", "request_ids", b"request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

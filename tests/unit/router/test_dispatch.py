@@ -78,7 +78,7 @@ async def test_a_handoff_that_decode_has_no_room_for_is_left_to_its_lease(make_c
     for _ in range(30):
         await cluster.pass_time(0.5)
     assert answer.tokens(), "the first token is the client's at once"
-    assert not cluster.p0.got(Renew)
+    assert not any(c.handoff_ids for c in cluster.p0.got(Renew))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await cluster.settle()
@@ -203,6 +203,8 @@ async def test_leases_are_renewed_while_decode_is_not_under_way(make_cluster: An
     renewed = [c.handoff_ids for c in cluster.p0.got(Renew)]
     assert 8 <= len(renewed) <= 11  # every second for ten seconds, with leases of six
     assert set(renewed) == {(f"kv-{cluster.p0.got(Start)[0].request.request_id}",)}
+    wanted = {ids for c in cluster.d0.got(Renew) for ids in c.request_ids}
+    assert wanted == {cluster.d0.got(Start)[0].request.request_id}, "the request itself is asked after"
     assert answer.error.code == "deadline_exceeded"
 
 

@@ -58,11 +58,11 @@ class EchoWorker:
     def status(self) -> WorkerStatus:
         return WorkerStatus("i0", steps=len(self.commands))
 
-    def submit(self, commands: list[Command]) -> None:
+    def submit(self, router_id: str, commands: list[Command]) -> None:
         self.commands.extend(commands)
         self.changed.set()
 
-    def subscribe(self, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
+    def subscribe(self, router_id: str, deliver: Callable[[list[Event]], None]) -> Callable[[], None]:
         self.subscribers.append(deliver)
         self.changed.set()
         return lambda: self.subscribers.remove(deliver)

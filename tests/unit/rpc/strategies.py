@@ -184,7 +184,7 @@ commands = st.one_of(
     st.builds(worker.Encode, name, tuples(name), text),
     st.builds(worker.Attach, name, kv_params),
     resumes(),
-    st.builds(worker.Renew, tuples(name)),
+    st.builds(worker.Renew, tuples(name), tuples(name)),
     st.builds(worker.Abort, name, st.lists(st.integers(0, 15), max_size=4).map(tuple)),
     st.just(worker.Drain()),
 )

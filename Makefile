@@ -88,8 +88,10 @@ status: $(STAMP) ## show the table of processes once
 chat: $(STAMP) ## talk to the model that is up (ARGS="--image FILE")
 	@$(PY) -m services.cli chat $(ARGS)
 
-doctor: $(STAMP) ## say what is missing on this machine
-	@$(PY) -m services.cli doctor $(ARGS)
+doctor: ## say what is missing on this machine (before setting up, too)
+	@python=$(PY); [ -x $(PY) ] || python=$(PYTHON); \
+	  command -v "$$python" >/dev/null || { echo "doctor: no $(PYTHON) here; install Python 3.11, 3.12 or 3.13" >&2; exit 1; }; \
+	  "$$python" -m services.cli doctor $(ARGS)
 
 # --- checking ----------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.cli.launch import add_state_option, state_of
 from services.cli.openai_client import OpenAIClient, ServerSaid, read_image, user_message
+from services.cli.state import add_state_option, state_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ picture's answer is wrong or its trace does not show that the bytes moved betwee
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,11 +17,12 @@ from rich.console import Console
 
 from services.cli import timeline
 from services.cli.collector import SpanCollector
-from services.cli.deployment import Deployment, Interrupted, deployed
-from services.cli.launch import ProgressLine, add_launch_options, launch_options, state_of, stop_on_signals
+from services.cli.deployment import Deployment, deployed
+from services.cli.launch import ProgressLine, add_launch_options, launch_options, prepared_state
 from services.cli.openai_client import OpenAIClient, user_message
+from services.cli.preflight import read_model
+from services.cli.signals import Interrupted, stop_on_signals
 from shared.config.services import WorkerConfig
-from shared.errors import InternalError
 from shared.types.kv import KVGroupSpec
 
 TEXT_QUESTION = "What is the capital of France?"
@@ -47,10 +47,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     line = ProgressLine(console)
-    state = state_of(args)
+    state = prepared_state(args)
+    try:
+        topology, options = launch_options(args, state, line)
+    finally:
+        line.pause()
     with stop_on_signals() as stopping, SpanCollector() as collector:
         try:
-            topology, options = launch_options(args, state, line)
             options = replace(options, otlp_endpoint=collector.endpoint)
             with deployed(
                 state,
@@ -58,13 +61,14 @@ def run(args: argparse.Namespace) -> int:
                 options,
                 ready_timeout_s=args.ready_timeout,
                 progress=line,
+                warn=line.keep,
                 stopping=stopping,
             ) as deployment:
                 line.pause()
                 show_processes(console, deployment)
                 problems = show(console, deployment, collector)
         except Interrupted:
-            return 130
+            return stopping.exit_code
         finally:
             line.pause()
     for problem in problems:
@@ -127,15 +131,5 @@ def expected(deployment: Deployment, prompt_tokens: int) -> timeline.Expected:
 
 
 def kv_group(worker: WorkerConfig) -> KVGroupSpec:
-    """The KV geometry that a plain decoder's config.json implies."""
-    try:
-        config = json.loads((Path(worker.model.path) / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config", config)
-        heads = text["num_attention_heads"]
-        head_dim = text.get("head_dim") or text["hidden_size"] // heads
-        num_kv_heads = text.get("num_key_value_heads") or heads
-        return KVGroupSpec(text["num_hidden_layers"], num_kv_heads, head_dim, worker.model.dtype)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InternalError(
-            "demo: cannot read the geometry of the KV cache from the model's config.json"
-        ) from None
+    """The KV geometry that the config.json of a decoder with layers of one kind implies."""
+    return read_model(worker.model).groups[0]

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 import httpx
 
-from services.cli import procfs
+from services.cli import preflight, procfs
 from services.cli.metrics_view import Samples, scrape
+from services.cli.ports import HOST
+from services.cli.signals import Interrupted
 from services.cli.state import Deployed, StateDir
 from services.cli.supervisor import StopTimes, Supervisor, end_leftovers
-from services.cli.topology import HOST, LaunchOptions, ProcessSpec, Topology, plan
+from services.cli.topology import LaunchOptions, ProcessSpec, Topology, plan
 from shared.clock import Clock, MonotonicClock, SystemEntropy
 from shared.config.services import RouterConfig
-from shared.errors import ConfigError, InternalError
+from shared.errors import InternalError
 
 POLL_S = 0.1
 Progress = Callable[[str], None]
@@ -32,21 +34,16 @@ class NotReady(InternalError):
     code = "not_ready"
 
 
-class Interrupted(InternalError):
-    """Asked to stop while starting."""
-
-    code = "interrupted"
-
-
 @dataclass(frozen=True)
 class Deployment:
-    """What a caller needs of it: addresses, specifications, the supervisor."""
+    """What a caller needs of it: addresses, specifications, the supervisor, and what a user should know."""
 
     http_url: str
     grpc_address: str
     model: str
     specs: tuple[ProcessSpec, ...]
     supervisor: Supervisor
+    notes: tuple[str, ...] = ()
 
     def pids(self) -> dict[str, int]:
         """Process ids by name, of those that run now."""
@@ -63,20 +60,23 @@ def deployed(
     ready_timeout_s: float = 120.0,
     stop_times: StopTimes | None = None,
     progress: Progress = lambda text: None,
+    warn: Progress = lambda text: None,
     stopping: threading.Event | None = None,
 ) -> Iterator[Deployment]:
     """Start everything, yield when every process is ready, stop everything at exit.
 
-    Raises AlreadyUp, ConfigError (ports, overrides), StartFailed, NotReady, and Interrupted when
-    ``stopping`` is set meanwhile.
+    ``warn`` is told what will run otherwise than it was asked for. Raises AlreadyUp, ConfigError (nothing was
+    started), StartFailed, NotReady, and Interrupted when ``stopping`` is set meanwhile.
     """
     with state.locked():
         if left := end_leftovers(state):
             progress(f"ended what an earlier launcher left behind: {', '.join(left)}")
-        _refuse_taken_ports(options)
-        specs = plan(topology, options, procfs.internal_ports(HOST, SystemEntropy()))
+        specs, notes = checked_plan(topology, options)
+        preflight.refuse_taken_ports(specs)
+        for note in notes:
+            warn(f"warning: {note}")
         supervisor = Supervisor(specs, state, restart=restart)
-        deployment = _describe(specs, supervisor)
+        deployment = _describe(specs, supervisor, notes)
         try:
             state.write_deployed(_record(deployment, ready=False))
             supervisor.start()
@@ -88,20 +88,23 @@ def deployed(
             supervisor.stop(stop_times, progress)
 
 
-def _refuse_taken_ports(options: LaunchOptions) -> None:
-    ports = options.ports
-    wanted = {"--http-port": ports.http, "--grpc-port": ports.grpc, "--metrics-port": ports.metrics}
-    taken = [f"{flag} {port}" for flag, port in wanted.items() if not procfs.is_port_free(HOST, port)]
-    if taken:
-        raise ConfigError(f"in use by another program: {', '.join(taken)}; choose other ports")
+def checked_plan(
+    topology: Topology, options: LaunchOptions
+) -> tuple[tuple[ProcessSpec, ...], tuple[str, ...]]:
+    """The processes to start, and what a user should know of them. Raises ConfigError: it cannot work."""
+    public = {options.ports.http, options.ports.grpc, options.ports.metrics}
+    internal = (port for port in procfs.internal_ports(HOST, SystemEntropy()) if port not in public)
+    specs = plan(topology, options, internal)
+    return specs, preflight.check(specs)
 
 
-def _describe(specs: tuple[ProcessSpec, ...], supervisor: Supervisor) -> Deployment:
+def _describe(specs: tuple[ProcessSpec, ...], supervisor: Supervisor, notes: tuple[str, ...]) -> Deployment:
     router = specs[0].config
     if not isinstance(router, RouterConfig):
         raise TypeError("the router comes first in a plan")
     model = router.model.name or os.path.basename(router.model.path.rstrip("/"))
-    return Deployment(f"http://{HOST}:{router.http.port}", specs[0].grpc_address, model, specs, supervisor)
+    url = f"http://{HOST}:{router.http.port}"
+    return Deployment(url, specs[0].grpc_address, model, specs, supervisor, notes)
 
 
 def _record(deployment: Deployment, ready: bool) -> Deployed:
@@ -112,6 +115,7 @@ def _record(deployment: Deployment, ready: bool) -> Deployed:
         grpc=deployment.grpc_address,
         metrics={spec.name: spec.metrics_address for spec in deployment.specs},
         ready=ready,
+        notes=deployment.notes,
     )
 
 

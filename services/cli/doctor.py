@@ -1,4 +1,7 @@
-"""`triptych doctor`: what this machine has, what it lacks, and what to do about it. Changes nothing."""
+"""`triptych doctor`: what this machine has, what it lacks, and what to do about it. Changes nothing.
+
+It must run before anything is installed: this module and all that it imports use the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from services.cli import procfs
-from services.cli.launch import add_state_option, state_of
 from services.cli.modeldir import is_built
-from services.cli.state import StateDir
-from services.cli.topology import HOST, PublicPorts
+from services.cli.ports import HOST, PublicPorts
+from services.cli.state import StateDir, add_state_option, state_of
 
 Level = Literal["ok", "warn", "fail"]
 GIB = 1 << 30
@@ -27,7 +28,8 @@ MIN_TORCH = (2, 11)
 #: The demo model, its prepared weights, logs.
 DISK_BYTES = 2 * GIB
 MEMORY_BYTES = 3 * GIB
-_MARKS = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
+_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+_COLOURS = {"ok": 32, "warn": 33, "fail": 31}
 
 
 @dataclass(frozen=True)
@@ -46,25 +48,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; exit code 1 when one is a failure."""
-    console = Console()
     findings = list(examine(state_of(args)))
     for finding in findings:
-        console.print(f"{_MARKS[finding.level]} {finding.subject:18} {finding.detail}", highlight=False)
+        print(f"{_mark(finding.level)} {finding.subject:18} {finding.detail}")
         if finding.level != "ok" and finding.advice:
-            console.print(f"       {'':16} -> {finding.advice}", highlight=False)
+            print(f"       {'':16} -> {finding.advice}")
     return 1 if any(finding.level == "fail" for finding in findings) else 0
+
+
+def _mark(level: Level) -> str:
+    mark = _MARKS[level]
+    return f"\x1b[{_COLOURS[level]}m{mark}\x1b[0m" if sys.stdout.isatty() else mark
 
 
 def examine(state: StateDir) -> Iterator[Finding]:
     """Every check, in the order in which a newcomer needs them."""
     yield check_python(sys.version_info[:3])
+    yield check_venv()
     yield check_torch(_version)
     yield from check_packages()
     yield check_tool("gcc", "CPU kernels are compiled at first use; without it slower torch operations serve")
     yield check_tool("redis-server", "only for the Redis registry and its tests")
     yield check_shared_memory()
     yield check_memory(procfs.available_memory_bytes())
-    yield check_disk(shutil.disk_usage(state.root).free)
+    yield check_disk(free_bytes(state.root))
     yield from check_ports(state)
     yield check_model(state)
 
@@ -74,6 +81,17 @@ def check_python(version: tuple[int, ...]) -> Finding:
     if (3, 11) <= tuple(version[:2]) < (3, 14):
         return Finding("ok", "Python", text)
     return Finding("fail", "Python", text, "use Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 setup")
+
+
+def check_venv() -> Finding:
+    """Inside a virtual environment, or able to make one."""
+    if sys.prefix != sys.base_prefix:
+        return Finding("ok", "environment", sys.prefix)
+    if importlib.util.find_spec("ensurepip") is None:
+        return Finding(
+            "fail", "environment", "no ensurepip in this Python", "as root: apt-get install python3-venv"
+        )
+    return Finding("warn", "environment", f"outside of any ({sys.prefix})", "make setup makes one in .venv")
 
 
 def check_torch(version_of: Callable[[str], str]) -> Finding:
@@ -103,6 +121,7 @@ def check_packages() -> Iterator[Finding]:
             "jinja2",
             "PIL",
         ],
+        "base packages": ["httpx", "yaml", "rich", "prometheus_client", "opentelemetry"],
         "worker packages": ["numpy", "xxhash", "safetensors", "transformers", "gguf"],
     }
     for role, names in roles.items():
@@ -160,6 +179,12 @@ def check_disk(free: int) -> Finding:
     return Finding(
         "fail", "disk", text, f"{DISK_BYTES / GIB:.0f} GiB are needed, or choose another --state-dir"
     )
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes where ``path`` lies or would be made."""
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(there).free
 
 
 def check_ports(state: StateDir) -> Iterator[Finding]:

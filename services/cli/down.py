@@ -8,8 +8,8 @@ import os
 import signal
 import threading
 
-from services.cli.launch import add_state_option, state_of
-from services.cli.state import StateDir
+from services.cli.arguments import seconds
+from services.cli.state import StateDir, add_state_option, state_of
 from services.cli.supervisor import end_leftovers
 from shared.clock import Clock, MonotonicClock
 from shared.errors import InternalError
@@ -17,13 +17,15 @@ from shared.errors import InternalError
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_state_option(parser)
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="default 30")
+    parser.add_argument("--timeout", type=seconds, default=30.0, metavar="SECONDS", help="default 30")
 
 
 def run(args: argparse.Namespace) -> int:
     state = state_of(args)
     record = state.deployed()
-    if state.is_held() and record is not None:
+    if state.is_held():
+        if record is None:
+            raise InternalError("a launcher is only just starting, or ending; try again in a moment")
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.launcher_pid, signal.SIGTERM)
         _wait_until_free(state, args.timeout, MonotonicClock())

@@ -1,34 +1,21 @@
-"""What `up`, `serve` and `demo` have in common: their options, signals, and progress on the terminal."""
+"""What `up`, `serve` and `demo` have in common: their options, and progress on the terminal."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
 
+from services.cli.arguments import port, seconds
 from services.cli.deployment import Progress
 from services.cli.modeldir import resolve_model
-from services.cli.state import DEFAULT_DIR, StateDir
-from services.cli.topology import LaunchOptions, PublicPorts, Topology
+from services.cli.ports import PublicPorts
+from services.cli.preflight import read_model
+from services.cli.state import StateDir, add_state_option, state_of
+from services.cli.topology import LaunchOptions, Topology
 from shared.config.services import ModelConfig
-
-
-def add_state_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--state-dir", default=DEFAULT_DIR, metavar="DIR", help=f"default {DEFAULT_DIR}")
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 1 <= port <= 65535:
-        raise argparse.ArgumentTypeError("a port lies between 1 and 65535")
-    return port
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
@@ -50,16 +37,16 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--http-port",
-        type=_port,
+        type=port,
         default=ports.http,
         metavar="PORT",
         help=f"OpenAI API, default {ports.http}",
     )
-    add("--grpc-port", type=_port, default=ports.grpc, metavar="PORT", help=f"gRPC API, default {ports.grpc}")
-    add("--metrics-port", type=_port, default=ports.metrics, metavar="PORT", help=f"default {ports.metrics}")
+    add("--grpc-port", type=port, default=ports.grpc, metavar="PORT", help=f"gRPC API, default {ports.grpc}")
+    add("--metrics-port", type=port, default=ports.metrics, metavar="PORT", help=f"default {ports.metrics}")
     add("--otlp-endpoint", default="", metavar="HOST:PORT", help="where to send traces; default: nowhere")
     add("--no-restart", action="store_true", help="leave dead what dies")
-    add("--ready-timeout", type=float, default=120.0, metavar="SECONDS")
+    add("--ready-timeout", type=seconds, default=120.0, metavar="SECONDS")
     add(
         "--set",
         action="append",
@@ -73,37 +60,29 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 def launch_options(
     args: argparse.Namespace, state: StateDir, progress: Progress
 ) -> tuple[Topology, LaunchOptions]:
-    """Topology and options from the command line; builds or downloads the model when it is not there."""
-    topology = Topology.parse(args.topology)
+    """Topology and options from the command line; builds or downloads the model when it is not there.
+
+    A model that reads no pictures gets no encoder unless one is asked for. Raises ConfigError.
+    """
+    Topology.parse(args.topology)  # what is wrong with it is said before anything is built
     path = resolve_model(args.model, state, progress)
+    model = ModelConfig(path=str(path), runner=args.runner, cache_dir=str(state.cache))
+    usual = Topology() if read_model(model).sees else Topology(encoders=0)
     options = LaunchOptions(
-        model=ModelConfig(path=str(path), runner=args.runner, cache_dir=str(state.cache)),
+        model=model,
         ports=PublicPorts(args.http_port, args.grpc_port, args.metrics_port),
         otlp_endpoint=args.otlp_endpoint,
         overrides=tuple(args.set),
         num_cores=len(os.sched_getaffinity(0)),
     )
-    return topology, options
+    return Topology.parse(args.topology, usual), options
 
 
-def state_of(args: argparse.Namespace) -> StateDir:
-    """The state directory, with its folders."""
-    state = StateDir(Path(args.state_dir))
+def prepared_state(args: argparse.Namespace) -> StateDir:
+    """The state directory that the arguments name, with its folders. Raises ConfigError."""
+    state = state_of(args)
     state.prepare()
     return state
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, TERM and HUP set; the old handlers come back at exit. Main thread only."""
-    stopping = threading.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: stopping.set()) for number in numbers}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class ProgressLine:
@@ -115,12 +94,16 @@ class ProgressLine:
 
     def __call__(self, text: str) -> None:
         if not self._console.is_terminal:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.keep(text)
         elif self._status is None:
             self._status = self._console.status(text)
             self._status.start()
         else:
             self._status.update(text)
+
+    def keep(self, text: str) -> None:
+        """Print a line that stays, above the one that changes."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def pause(self) -> None:
         """Clear the line, so that other output may follow."""

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from services.cli.launch import add_state_option, state_of
+from services.cli.arguments import count
+from services.cli.state import add_state_option, state_of
 from services.cli.supervisor import tail
 from shared.errors import NotFound
 
@@ -20,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
     parser.add_argument(
-        "-n", "--lines", type=int, default=20, help="lines of each log to begin with, default 20"
+        "-n", "--lines", type=count, default=20, help="lines of each log to begin with, default 20"
     )
     add_state_option(parser)
 

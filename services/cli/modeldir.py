@@ -40,7 +40,12 @@ def _demo_model(state: StateDir, progress: Callable[[str], None]) -> Path:
     target = state.models / DEMO_MODEL
     if not is_built(state):
         progress(f"building the demo model in {target} (once)")
-        done = subprocess.run([sys.executable, "-m", "models.build", str(target)], stdin=subprocess.DEVNULL)
+        # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the builder.
+        done = subprocess.run(
+            [sys.executable, "-m", "models.build", str(target)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         if done.returncode != 0:
             raise ConfigError(
                 "the demo model could not be built; see above (make setup installs what it needs)"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from services.cli.deployment import Interrupted, deployed
-from services.cli.launch import add_launch_options, launch_options, state_of, stop_on_signals
+from services.cli.deployment import deployed
+from services.cli.launch import add_launch_options, launch_options, prepared_state
+from services.cli.signals import Interrupted, stop_on_signals
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -13,10 +14,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    state = state_of(args)
+    """0 when a signal ended what was ready; 128 + its number when it was not ready yet."""
+    state = prepared_state(args)
+    topology, options = launch_options(args, state, _say)
     with stop_on_signals() as stopping:
         try:
-            topology, options = launch_options(args, state, _say)
             with deployed(
                 state,
                 topology,
@@ -24,12 +26,13 @@ def run(args: argparse.Namespace) -> int:
                 restart=not args.no_restart,
                 ready_timeout_s=args.ready_timeout,
                 progress=_say,
+                warn=_say,
                 stopping=stopping,
             ) as deployment:
                 _say(f"ready: {deployment.http_url}/v1")
                 stopping.wait()
         except Interrupted:
-            return 130
+            return stopping.exit_code
     return 0
 
 

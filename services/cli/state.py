@@ -1,26 +1,34 @@
 """The state directory of one deployment: lock, description, pid files, logs, generated configuration.
 
-Owns the files and what they mean; starts and stops nothing. A held lock, not a file's presence, says that a
-launcher is alive, so whatever a killed launcher left behind is recognised as stale.
+Owns the files, what they mean, and the option that names the directory; starts and stops nothing. A held
+lock, not a file's presence, says that a launcher is alive, so whatever a killed launcher left behind is
+recognised as stale. Nothing but the standard library: `doctor` must run before anything is installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import fcntl
+import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from services.cli import procfs
-from shared.errors import ConfigError
+from shared.errors import ConfigError, InternalError
 
 DEFAULT_DIR = ".triptych"
+R = TypeVar("R")
 
 
-class ProcessRecord(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class ProcessRecord:
     """One started process. ``started`` is its start in kernel ticks: with the pid, its identity."""
 
     name: str
@@ -35,8 +43,10 @@ class ProcessRecord(msgspec.Struct, frozen=True):
         return procfs.start_ticks(self.pid) == self.started
 
 
-class Deployed(msgspec.Struct, frozen=True):
-    """What runs: the launcher, public addresses, and metrics addresses by process name."""
+@dataclass(frozen=True)
+class Deployed:
+    """What runs: the launcher, public addresses, and metrics addresses by process name; ``notes`` are what
+    a user should know of its configuration."""
 
     launcher_pid: int
     model: str
@@ -44,10 +54,24 @@ class Deployed(msgspec.Struct, frozen=True):
     grpc: str
     metrics: dict[str, str]
     ready: bool = False
+    notes: tuple[str, ...] = ()
 
 
-class AlreadyUp(ConfigError):
+class AlreadyUp(InternalError):
     """Another launcher holds this state directory."""
+
+    code = "already_up"
+
+
+def add_state_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--state-dir", default=DEFAULT_DIR, metavar="DIR", help=f"default {DEFAULT_DIR}")
+
+
+def state_of(args: argparse.Namespace) -> StateDir:
+    """The state directory that the arguments name, as it is. Raises ConfigError when it cannot be one."""
+    state = StateDir(Path(args.state_dir))
+    state.check()
+    return state
 
 
 class StateDir:
@@ -61,24 +85,44 @@ class StateDir:
         self.models = self.root / "models"
         self.cache = self.root / "cache"
 
+    def check(self) -> None:
+        """Raises ConfigError when something is there that is not a readable directory. Creates nothing."""
+        try:
+            os.listdir(self.root)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise self._unusable(error) from None
+
     def prepare(self) -> None:
-        """Create what is missing."""
-        for folder in (self.configs, self.logs, self.pids, self.models, self.cache):
-            folder.mkdir(parents=True, exist_ok=True)
+        """Create what is missing. Raises ConfigError when that cannot be done, or nothing can be written."""
+        folders = (self.configs, self.logs, self.pids, self.models, self.cache)
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+        for folder in (self.root, *folders):
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise ConfigError(f"cannot use the state directory {self.root}: {folder} is not writable")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory as its launcher. Raises AlreadyUp when another does."""
+        """Hold the directory as its launcher. Raises AlreadyUp: another does; ConfigError as ``prepare``."""
         self.prepare()
-        with (self.root / "lock").open("w") as file:
+        try:
+            file = (self.root / "lock").open("w")
+        except OSError as error:
+            raise self._unusable(error) from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise AlreadyUp(f"already up (state in {self.root}); stop it with: triptych down") from None
+                raise self.already_up() from None
             yield
 
     def is_held(self) -> bool:
-        """Whether a launcher is alive."""
+        """Whether a launcher is alive. Raises ConfigError when that cannot be known."""
         try:
             with (self.root / "lock").open("r") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -86,7 +130,19 @@ class StateDir:
             return False
         except BlockingIOError:
             return True
+        except OSError as error:
+            raise self._unusable(error) from None
         return False
+
+    def already_up(self) -> AlreadyUp:
+        return AlreadyUp(f"already up (state in {self.root}); stop it with: {self.command('down')}")
+
+    def command(self, verb: str) -> str:
+        """What to type for another command on this directory: by make for who came by make."""
+        option = [] if self.root == Path(DEFAULT_DIR).absolute() else ["--state-dir", str(self.root)]
+        if not sys.argv[0].endswith("services/cli/__main__.py"):
+            return shlex.join(["triptych", verb, *option])
+        return f"make {verb}" + (f" ARGS={shlex.quote(shlex.join(option))}" if option else "")
 
     def log_file(self, name: str) -> Path:
         return self.logs / f"{name}.log"
@@ -94,28 +150,26 @@ class StateDir:
     def config_file(self, name: str) -> Path:
         return self.configs / f"{name}.yaml"
 
+    def _unusable(self, error: OSError) -> ConfigError:
+        where = f" ({error.filename})" if error.filename not in (None, str(self.root)) else ""
+        return ConfigError(f"cannot use the state directory {self.root}: {error.strerror}{where}")
+
     # --- records
 
     def write_deployed(self, deployed: Deployed) -> None:
-        self._write(self.root / "run.json", msgspec.json.encode(deployed))
+        self._write(self.root / "run.json", deployed)
 
     def deployed(self) -> Deployed | None:
         """The description of the last deployment; None when there is none (or it is unreadable)."""
-        try:
-            return msgspec.json.decode((self.root / "run.json").read_bytes(), type=Deployed)
-        except (OSError, msgspec.DecodeError):
-            return None
+        return _read(self.root / "run.json", Deployed)
 
     def write_process(self, record: ProcessRecord) -> None:
-        self._write(self.pids / f"{record.name}.pid", msgspec.json.encode(record))
+        self._write(self.pids / f"{record.name}.pid", record)
 
     def processes(self) -> list[ProcessRecord]:
         """Every recorded process, alive or not, by name."""
-        found = []
-        for path in sorted(self.pids.glob("*.pid")):
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                found.append(msgspec.json.decode(path.read_bytes(), type=ProcessRecord))
-        return found
+        records = (_read(path, ProcessRecord) for path in sorted(self.pids.glob("*.pid")))
+        return [record for record in records if record is not None]
 
     def forget(self) -> None:
         """Remove the records of a deployment that has ended; logs and models stay."""
@@ -123,8 +177,21 @@ class StateDir:
             path.unlink(missing_ok=True)
 
     @staticmethod
-    def _write(path: Path, data: bytes) -> None:
+    def _write(path: Path, record: Deployed | ProcessRecord) -> None:
         """Readers see the old content or the new, never a part."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-        temporary.write_bytes(data)
+        temporary.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
         temporary.replace(path)
+
+
+def _read(path: Path, cls: type[R]) -> R | None:
+    """A record as it was written; None when it cannot be read or is something else."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        record = cls(**{**values, **lists})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    kinds = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
+    sound = all(isinstance(getattr(record, name), kind) for name, kind in kinds.items())
+    return record if sound else None

@@ -239,7 +239,8 @@ def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     """The last lines of a log."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64 * 1024))
-        return file.read().decode("utf-8", errors="replace").splitlines()[-lines:]
+        found = file.read().decode("utf-8", errors="replace").splitlines()
+        return found[-lines:] if lines else []
     return []
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import httpx
 from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from services.cli import procfs
 from services.cli.metrics_view import Samples, scrape
@@ -15,6 +18,31 @@ from services.cli.supervisor import Row
 from shared.clock import Clock, MonotonicClock
 
 _STYLES = {"running": "green", "restarting": "yellow", "exited": "red"}
+#: Units stand in the header, so that a row fits into 80 columns.
+_COLUMNS = ("process", "state", "pid", "up", "died", "MB", "CPU%", "run", "wait", "KV%")
+#: Columns that every terminal has.
+_NARROW = 80
+#: Columns of what goes to a file or another program, which wraps nothing.
+_WIDE = 200
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests running and waiting, and the share of KV blocks in use; None = not known, or none there."""
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_used: float | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A row with what kernel and metrics say of it now. ``cpu`` is the share of one core."""
+
+    row: Row
+    memory_bytes: int | None
+    cpu: float | None
+    load: Load
 
 
 class TableView:
@@ -30,56 +58,93 @@ class TableView:
     def close(self) -> None:
         self._client.close()
 
-    def render(self, title: str, rows: Sequence[Row]) -> Table:
-        """One line a process."""
-        table = Table(
-            title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        for name in ("process", "state", "pid", "up", "died", "memory", "cpu", "run", "wait", "KV used"):
+    def read(self, rows: Sequence[Row]) -> list[Reading]:
+        """Look at every process once."""
+        return [self._reading(row) for row in rows]
+
+    def render(self, title: str, rows: Sequence[Row], remarks: Sequence[str] = ()) -> RenderableType:
+        """One line a process, below the title and whatever else is to be said."""
+        lines_of_cells = [_cells(reading) for reading in self.read(rows)]
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *lines_of_cells, strict=True)]
+        fits = sum(widths) + 2 * len(widths) <= _NARROW
+        table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, int(fits), 0, 0))
+        for name in _COLUMNS:
             left = name in {"process", "state"}
             table.add_column(name, justify="left" if left else "right", no_wrap=True)
-        for row in rows:
-            style = _STYLES.get(row.state, "")
-            state = row.state if row.exit_code is None else f"{row.state} ({row.exit_code})"
-            table.add_row(row.name, f"[{style}]{state}[/]" if style else state, *self._numbers(row))
-        return table
+        for cells in lines_of_cells:
+            table.add_row(*cells)
+        lines = [Text(title, "italic")] if title else []
+        return Group(*lines, *(Text(remark, "yellow") for remark in remarks), table)
 
-    def _numbers(self, row: Row) -> list[str]:
-        samples = (
-            scrape(self._client, self._metrics[row.name]) if row.pid and row.name in self._metrics else None
-        )
-        return [
-            str(row.pid or "-"),
-            duration(row.uptime_s) if row.pid else "-",
-            str(row.restarts),
-            f"{procfs.pss_bytes(row.pid) / 2**20:,.0f} MB" if row.pid else "-",
-            self._cpu_share(row.pid),
-            *load(samples, row.kind),
-        ]
+    def _reading(self, row: Row) -> Reading:
+        if not row.pid:
+            return Reading(row, None, None, Load())
+        address = self._metrics.get(row.name)
+        samples = scrape(self._client, address) if address else None
+        return Reading(row, procfs.pss_bytes(row.pid), self._cpu_share(row.pid), load(samples, row.kind))
 
-    def _cpu_share(self, pid: int) -> str:
-        if not pid:
-            return "-"
+    def _cpu_share(self, pid: int) -> float | None:
         now, used = self._clock.now(), procfs.cpu_seconds(pid)
         before, used_before = self._cpu.get(pid, (now, used))
         self._cpu[pid] = (now, used)
-        return f"{100 * (used - used_before) / (now - before):.0f} %" if now > before else "-"
+        return (used - used_before) / (now - before) if now > before else None
 
 
-def load(samples: Samples | None, kind: str) -> list[str]:
-    """Requests running, requests waiting, share of KV blocks in use, as text."""
+def wide_enough(console: Console) -> Console:
+    """This console on a terminal; elsewhere one that cuts and wraps nothing."""
+    return console if console.is_terminal else Console(width=_WIDE)
+
+
+def load(samples: Samples | None, kind: str) -> Load:
+    """What a process's metrics say of its work."""
     if samples is None:
-        return ["-", "-", "-"]
+        return Load()
     if kind == "router":
-        running, waiting = (
-            samples.total("triptych_requests_running"),
-            samples.total("triptych_requests_queued"),
-        )
-        return [f"{running:.0f}", f"{waiting:.0f}", "-"]
-    used = samples.value("triptych_kv_blocks", state="used")
-    total = samples.total("triptych_kv_blocks")
-    blocks = f"{100 * used / total:.1f} %" if total else "-"
-    return [f"{samples.total('triptych_running'):.0f}", f"{samples.total('triptych_waiting'):.0f}", blocks]
+        running = samples.total("triptych_requests_running")
+        return Load(int(running), int(samples.total("triptych_requests_queued")))
+    used, total = samples.value("triptych_kv_blocks", state="used"), samples.total("triptych_kv_blocks")
+    share = used / total if total else None
+    return Load(int(samples.total("triptych_running")), int(samples.total("triptych_waiting")), share)
+
+
+def as_data(reading: Reading) -> dict[str, object]:
+    """A reading for other programs; what is not known is None."""
+    row, work = reading.row, reading.load
+    return {
+        "name": row.name,
+        "kind": row.kind,
+        "state": row.state,
+        "pid": row.pid or None,
+        "exit_code": row.exit_code,
+        "uptime_s": round(row.uptime_s, 1) if row.pid else None,
+        "restarts": row.restarts,
+        "memory_bytes": reading.memory_bytes,
+        "cpu": None if reading.cpu is None else round(reading.cpu, 3),
+        "running": work.running,
+        "waiting": work.waiting,
+        "kv_used": None if work.kv_used is None else round(work.kv_used, 4),
+    }
+
+
+def _cells(reading: Reading) -> list[str | Text]:
+    row, work = reading.row, reading.load
+    state = row.state if row.exit_code is None else f"{row.state} ({row.exit_code})"
+    return [
+        row.name,
+        Text(state, _STYLES.get(row.state, "")),
+        str(row.pid or "-"),
+        duration(row.uptime_s) if row.pid else "-",
+        str(row.restarts),
+        _number(reading.memory_bytes, 2**-20),
+        _number(reading.cpu, 100),
+        _number(work.running),
+        _number(work.waiting),
+        _number(work.kv_used, 100, digits=1),
+    ]
+
+
+def _number(value: float | None, factor: float = 1, digits: int = 0) -> str:
+    return "-" if value is None else f"{value * factor:,.{digits}f}"
 
 
 def rows_from_records(records: Sequence[ProcessRecord]) -> list[Row]:

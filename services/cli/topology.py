@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from services.cli.ports import HOST, PublicPorts
 from shared.config.convert import build
 from shared.config.load import dump
 from shared.config.services import (
@@ -27,7 +28,6 @@ from shared.config.services import (
 )
 from shared.errors import ConfigError
 
-HOST = "127.0.0.1"
 ServiceConfig = RouterConfig | WorkerConfig | StoreConfig
 
 _LETTERS = {"e": "encoders", "p": "prefills", "d": "decodes", "s": "kv_stores"}
@@ -43,15 +43,15 @@ class Topology:
     kv_stores: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Topology:
-        """From "e=1,p=1,d=2,s=1"; what is not named keeps its default. Raises ConfigError."""
+    def parse(cls, text: str, usual: Topology | None = None) -> Topology:
+        """From "e=1,p=1,d=2,s=1"; what is not named is as in ``usual``. Raises ConfigError."""
         counts: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             letter, _, count = part.partition("=")
             if letter not in _LETTERS or not count.isdecimal() or int(count) > 64:
                 raise ConfigError(f"topology {part!r}: expected e=, p=, d= or s= and a number up to 64")
             counts[_LETTERS[letter]] = int(count)
-        topology = replace(cls(), **counts)
+        topology = replace(usual or cls(), **counts)
         if topology.kv_stores > 1:
             raise ConfigError("topology: at most one kv_store (s=0 or s=1)")
         if topology.prefills + topology.decodes == 0:
@@ -67,15 +67,6 @@ class Topology:
     def phases(self) -> dict[Literal["encoder", "prefill", "decode"], int]:
         """How many workers of each kind that serves a phase, none included."""
         return {"encoder": self.encoders, "prefill": self.prefills, "decode": self.decodes}
-
-
-@dataclass(frozen=True)
-class PublicPorts:
-    """The ports a user sees: OpenAI over HTTP, gRPC, and the router's metrics."""
-
-    http: int = 8000
-    grpc: int = 8001
-    metrics: int = 8002
 
 
 @dataclass(frozen=True)
@@ -132,11 +123,12 @@ def plan(
 ) -> tuple[ProcessSpec, ...]:
     """The processes of a deployment, router first, in the order in which they are started.
 
-    Takes two ports of ``internal_ports`` for each process but the router. Raises ConfigError that lists
-    every override that fits nothing or has a bad value.
+    Takes two ports of ``internal_ports`` for each process but the router. Raises ConfigError for public ports
+    that are equal, and one that lists every override that fits nothing or has a bad value.
     """
     telemetry = TelemetryConfig(otlp_endpoint=options.otlp_endpoint)
     ports = options.ports
+    ports.check()
     router = RouterConfig(
         model=options.model,
         http=HttpConfig(host=HOST, port=ports.http),

@@ -10,15 +10,19 @@ import threading
 from rich.console import Console
 from rich.live import Live
 
-from services.cli.deployment import Deployment, Interrupted, Progress, deployed
-from services.cli.launch import ProgressLine, add_launch_options, launch_options, state_of, stop_on_signals
-from services.cli.state import AlreadyUp, StateDir
+from services.cli.deployment import Deployment, Progress, checked_plan, deployed
+from services.cli.launch import ProgressLine, add_launch_options, launch_options, prepared_state
+from services.cli.signals import Interrupted, stop_on_signals
+from services.cli.state import StateDir
 from services.cli.supervisor import tail
-from services.cli.table import TableView
-from shared.errors import InternalError
+from services.cli.table import TableView, wide_enough
+from services.cli.topology import LaunchOptions, Topology
+from shared.errors import ConfigError, InternalError
 
 REFRESH_S = 1.0
 LAUNCHER = "launcher"
+#: How a command ends whose configuration cannot work.
+UNWORKABLE = 2
 
 
 class DetachFailed(InternalError):
@@ -35,35 +39,45 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console()
-    state = state_of(args)
+    """0 when a signal ended what was ready; 128 + its number when it was not ready yet."""
+    console = wide_enough(Console())
+    state = prepared_state(args)
     line = ProgressLine(console)
-    with stop_on_signals() as stopping:
-        try:
-            if args.detach:
-                _detach(args, state, line, stopping)
-                line.pause()
-                _announce(console, state)
-            else:
-                _stay(args, state, line, console, stopping)
-        except Interrupted:
-            return 130
-        finally:
-            line.pause()
+    try:
+        if state.is_held():
+            raise state.already_up()
+        topology, options = launch_options(args, state, line)
+        with stop_on_signals() as stopping:
+            try:
+                if args.detach:
+                    checked_plan(topology, options)
+                    _detach(args, state, line, stopping)
+                    line.pause()
+                    _announce(console, state)
+                else:
+                    _stay(args, state, (topology, options), line, console, stopping)
+            except Interrupted:
+                return stopping.exit_code
+    finally:
+        line.pause()
     return 0
 
 
 def _stay(
-    args: argparse.Namespace, state: StateDir, line: ProgressLine, console: Console, stopping: threading.Event
+    args: argparse.Namespace,
+    state: StateDir,
+    wanted: tuple[Topology, LaunchOptions],
+    line: ProgressLine,
+    console: Console,
+    stopping: threading.Event,
 ) -> None:
-    topology, options = launch_options(args, state, line)
     with deployed(
         state,
-        topology,
-        options,
+        *wanted,
         restart=not args.no_restart,
         ready_timeout_s=args.ready_timeout,
         progress=line,
+        warn=line.keep,
         stopping=stopping,
     ) as deployment:
         line.pause()
@@ -77,12 +91,13 @@ def show_table(deployment: Deployment, console: Console, stopping: threading.Eve
     title = f"{deployment.model}   {addresses}   Ctrl-C stops"
     try:
         if not console.is_terminal:
-            console.print(view.render(title, deployment.supervisor.rows()))
+            console.print(view.render(title, deployment.supervisor.rows(), deployment.notes))
             stopping.wait()
             return
         with Live(console=console, auto_refresh=False) as live:
             while not stopping.is_set():
-                live.update(view.render(title, deployment.supervisor.rows()), refresh=True)
+                table = view.render(title, deployment.supervisor.rows(), deployment.notes)
+                live.update(table, refresh=True)
                 stopping.wait(REFRESH_S)
     finally:
         view.close()
@@ -90,9 +105,6 @@ def show_table(deployment: Deployment, console: Console, stopping: threading.Eve
 
 def _detach(args: argparse.Namespace, state: StateDir, progress: Progress, stopping: threading.Event) -> None:
     """Start `triptych serve` with the same options in a session of its own; return when it is ready."""
-    if state.is_held():
-        raise AlreadyUp(f"already up (state in {state.root}); stop it with: triptych down")
-    launch_options(args, state, progress)  # a missing model is built here, where its progress can be seen
     log = state.log_file(LAUNCHER)
     with log.open("wb") as file:
         launcher = subprocess.Popen(
@@ -108,13 +120,14 @@ def _detach(args: argparse.Namespace, state: StateDir, progress: Progress, stopp
         if record is not None and record.ready and record.launcher_pid == launcher.pid:
             return
         last = (tail(log, 1) or [""])[0]
-        if last and last != said and not last[0].isspace():
+        if last and last != said and not last.startswith((" ", "warning:")):
             progress(said := last)
         if stopping.wait(0.1):
             launcher.terminate()
             launcher.wait()
             raise Interrupted("stopped while starting")
-    raise DetachFailed("could not start:\n" + "\n".join(tail(log, 40)))
+    kind = ConfigError if launcher.returncode == UNWORKABLE else DetachFailed
+    raise kind("could not start:\n" + "\n".join(tail(log, 40)))
 
 
 def _serve_arguments(args: argparse.Namespace) -> list[str]:
@@ -132,9 +145,15 @@ def _serve_arguments(args: argparse.Namespace) -> list[str]:
 
 def _announce(console: Console, state: StateDir) -> None:
     record = state.deployed()
-    if record is not None:
-        console.print(f"{record.model} is up.  OpenAI {record.http}/v1   gRPC {record.grpc}", highlight=False)
-        console.print(
-            "stop: make down   logs: make logs   table: triptych status   talk: triptych chat",
-            highlight=False,
-        )
+    if record is None:
+        return
+    lines = [
+        f"{record.model} is up.  OpenAI {record.http}/v1   gRPC {record.grpc}",
+        *(f"warning: {note}" for note in record.notes),
+        f"stop:   {state.command('down')}",
+        f"logs:   {state.command('logs')}",
+        f"table:  {state.command('status')}",
+        f"talk:   {state.command('chat')}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

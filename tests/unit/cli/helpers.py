@@ -12,6 +12,7 @@ from services.cli.topology import ProcessSpec
 from shared.config.services import ModelConfig, StoreConfig
 
 PATIENCE_S = 20.0
+WITNESS = Path(__file__).parents[3] / "models" / "witness"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Script(ProcessSpec):
 
 
 def script(name: str, source: str, kind: str = "decode") -> Script:
-    return Script(name, kind, StoreConfig(model=ModelConfig(path="m")), source)
+    return Script(name, kind, StoreConfig(model=ModelConfig(path=str(WITNESS))), source)
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.cli import deployment
-from services.cli.deployment import Interrupted, NotReady, deployed
+from services.cli.deployment import NotReady, deployed
+from services.cli.signals import Interrupted
 from services.cli.state import AlreadyUp, StateDir
 from services.cli.supervisor import StartFailed, StopTimes
 from services.cli.topology import LaunchOptions, ProcessSpec, PublicPorts, Topology
 from shared.config.services import HttpConfig, ModelConfig, RouterConfig, ServerConfig
 from shared.errors import ConfigError
-from tests.unit.cli.helpers import Script, script
+from tests.unit.cli.helpers import WITNESS, Script, script
 
 TOPOLOGY = Topology(encoders=0, prefills=0, decodes=1, kv_stores=0)
 #: A router that counts NUM decode workers and is healthy, as far as the launcher can see.
@@ -49,7 +51,7 @@ def options() -> LaunchOptions:
     ports = PublicPorts(*(probe.getsockname()[1] for probe in probes))
     for probe in probes:
         probe.close()
-    return LaunchOptions(model=ModelConfig(path="models/tiny"), ports=ports)
+    return LaunchOptions(model=ModelConfig(path=str(WITNESS), name="tiny"), ports=ports)
 
 
 Planned = Callable[..., None]
@@ -125,3 +127,40 @@ def test_a_taken_port_is_said_before_anything_starts(state: StateDir, options: L
         with pytest.raises(ConfigError, match=f"--http-port {options.ports.http}"), start(state, options):
             pytest.fail("it started")
     assert state.processes() == []
+
+
+def test_what_cannot_work_is_said_before_anything_starts(state: StateDir, options: LaunchOptions) -> None:
+    """Equal ports, an unknown backend, memory for nothing, a model directory without sense."""
+    nowhere = replace(options, model=ModelConfig(path=str(state.root)))
+    equal = replace(options, ports=replace(options.ports, metrics=options.ports.http))
+    for wrong, problem in (
+        (equal, f"port {options.ports.http} is given to --http-port and --metrics-port"),
+        (replace(options, overrides=("transfer.order=zzz",)), "transfer.order: expected one of"),
+        (
+            replace(options, overrides=("decode:kv.num_blocks=1",)),
+            r"decode-0: kv.num_blocks=1 holds one block",
+        ),
+        (nowhere, r"config.json of the model directory cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=problem), start(state, wrong):
+            pytest.fail("it started")
+    assert state.processes() == [] and not list(state.configs.iterdir())
+
+
+def test_a_shorter_context_is_said_at_the_start_and_kept_for_status(
+    state: StateDir, options: LaunchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    stopping = threading.Event()
+    records = []
+
+    def warn(text: str) -> None:
+        said.append(text)
+        stopping.set()
+
+    monkeypatch.setattr(state, "write_deployed", records.append)
+    tight = replace(options, overrides=("decode:kv.num_blocks=5",))
+    with pytest.raises(Interrupted), start(state, tight, warn=warn, stopping=stopping):
+        pytest.fail("it was not ready")
+    note = "kv.num_blocks=5 holds 64 tokens: served context 64 instead of 2048 (decode-0)"
+    assert said == [f"warning: {note}"] and records[0].notes == (note,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,10 @@ def test_memory_and_disk_have_thresholds() -> None:
     assert doctor.check_disk(doctor.DISK_BYTES - 1).level == "fail"
 
 
+def test_disk_is_asked_for_where_the_directory_would_be(tmp_path: Path) -> None:
+    assert doctor.free_bytes(tmp_path / "not" / "yet") == doctor.free_bytes(tmp_path) > 0
+
+
 def test_shared_memory_works_here() -> None:
     assert doctor.check_shared_memory().level == "ok"
 
@@ -64,3 +70,12 @@ def test_the_command_reports_every_subject(tmp_path: Path, capsys: pytest.Captur
     report = capsys.readouterr().out
     for subject in ("Python", "torch", "gcc", "shared memory", "memory", "disk", "port 8000", "demo model"):
         assert subject in report
+
+
+def test_make_doctor_needs_no_setting_up(tmp_path: Path, repo_root: Path) -> None:
+    """Without an environment it takes the system's Python, and installs nothing."""
+    none = tmp_path / "none"
+    command = ["make", "doctor", f"VENV={none}", f"PYTHON={sys.executable}", f"ARGS=--state-dir {tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=repo_root)
+    assert "ok   Python" in done.stdout and "setup:" not in done.stdout + done.stderr
+    assert not none.exists()

@@ -48,6 +48,8 @@ def test_the_command_shows_the_last_lines_with_names(
     (tmp_path / "logs" / "decode-0.log").write_text("c\n")
     assert main(["logs", "--state-dir", str(tmp_path), "-n", "1"]) == 0
     assert capsys.readouterr().out.splitlines() == ["decode-0 | c", "router   | b"]
+    assert main(["logs", "--state-dir", str(tmp_path), "-n", "0"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_no_logs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

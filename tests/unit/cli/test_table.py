@@ -14,7 +14,7 @@ from services.cli import procfs
 from services.cli.metrics_view import Samples, scrape
 from services.cli.state import ProcessRecord
 from services.cli.supervisor import Row
-from services.cli.table import TableView, duration, load, rows_from_records
+from services.cli.table import Load, TableView, duration, load, rows_from_records
 from shared.clock import ManualClock
 from shared.telemetry.http import MetricsServer
 
@@ -37,9 +37,9 @@ def text_of(view: TableView, *rows: Row) -> str:
 
 def test_load_of_a_worker_and_of_the_router() -> None:
     samples = Samples(PAGE)
-    assert load(samples, "decode") == ["3", "0", "10.0 %"]
-    assert load(samples, "router") == ["4", "0", "-"]
-    assert load(None, "decode") == ["-", "-", "-"]
+    assert load(samples, "decode") == Load(3, 0, 0.1)
+    assert load(samples, "router") == Load(4, 0, None)
+    assert load(None, "decode") == Load()
 
 
 def test_a_row_shows_a_live_process_and_its_own_metrics() -> None:
@@ -53,7 +53,7 @@ def test_a_row_shows_a_live_process_and_its_own_metrics() -> None:
     finally:
         view.close()
         server.close()
-    assert str(os.getpid()) in text and "1:01 min" in text and " 5 " in text and " MB" in text
+    assert str(os.getpid()) in text and "1:01 min" in text and " 5 " in text and "MB" in text
 
 
 def test_a_dead_process_is_shown_with_its_exit_code() -> None:
@@ -66,10 +66,39 @@ def test_cpu_is_a_rate_between_two_looks() -> None:
     clock = ManualClock()
     view = TableView({}, clock)
     row = Row("decode-0", "decode", "running", os.getpid(), 0, 1, None)
-    text_of(view, row)
+    assert view.read([row])[0].cpu is None
     clock.advance(1000)
-    assert "0 %" in text_of(view, row)
+    share = view.read([row])[0].cpu
+    assert share is not None and 0 <= share < 0.1
     view.close()
+
+
+def test_eighty_columns_show_every_column_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest that each column plausibly holds."""
+    monkeypatch.setattr("services.cli.procfs.pss_bytes", lambda pid: 98_765 << 20)
+    monkeypatch.setattr("services.cli.table.scrape", lambda *_: None)
+    monkeypatch.setattr("services.cli.table.load", lambda *_: Load(running=256, waiting=1024, kv_used=1.0))
+    view = TableView({})
+    console = Console(width=80, file=io.StringIO(), record=True)
+    rows = [
+        Row("kv-store-0", "kv_store", "restarting", 4194303, 12, 3599.0, -11),
+        Row("decode-1", "decode", "exited", 0, 0, 0.0, -9),
+    ]
+    console.print(view.render("title", rows, ["a remark"]))
+    view.close()
+    text = console.export_text()
+    for whole in (
+        "restarting (-11)",
+        "4194303",
+        "59:59 min",
+        "98,765",
+        "256",
+        "1,024",
+        "100.0",
+        "exited (-9)",
+    ):
+        assert whole in text
+    assert "\u2026" not in text and max(map(len, text.splitlines())) <= 80
 
 
 def test_rows_from_pid_files_know_the_dead() -> None:

@@ -36,6 +36,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateDir]:
     try:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "is up" in done.stdout
+        assert f"make down ARGS='--state-dir {state.root}'" in done.stdout
         yield state
     finally:
         triptych("down", "--state-dir", str(state.root))

@@ -55,8 +55,12 @@ def test_sections_are_frozen(cls: type[Any]) -> None:
     [
         ("registry.kind=redis", "registry: kind redis needs redis_url"),
         ("registry.ttl_s=0.5", "registry: ttl_s must be longer than heartbeat_s"),
-        ("routing.lost_s=1", "routing: lost_s must not be shorter than suspect_s"),
+        ("routing.lost_s=1", "routing: lost_s and stall_s must not be shorter than suspect_s"),
+        ("transfer.order=shm,zzz", "transfer.order: expected one of shm, tcp, nixl"),
+        ("transfer.order=", "transfer: order must name at least one backend"),
         ("server.port=65536", "server.port: must be at most 65535"),
+        ("server.port=8000", "RouterConfig: http.port and server.port must differ"),
+        ("server.metrics_port=8000", "RouterConfig: http.port and server.metrics_port must differ"),
     ],
 )
 def test_contradictions_are_problems(override: str, problem: str) -> None:
@@ -72,3 +76,16 @@ def test_failpoints_are_off_by_default() -> None:
 def test_a_config_can_be_built_in_code() -> None:
     config = WorkerConfig(model=ModelConfig("m"), worker_id="w", kind="prefill")
     assert config.kv.block_size == 16
+
+
+def test_the_two_ports_of_a_section_must_differ_too() -> None:
+    overrides = ["model.path=m", "server.port=9000", "server.metrics_port=9000"]
+    with pytest.raises(ConfigError, match=r"server\.port and server\.metrics_port must differ"):
+        load(RouterConfig, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["http.port=0", "server.port=0"], ["server.port=8000", "server.host=127.0.0.2"]]
+)
+def test_any_port_and_one_port_of_two_addresses_are_no_contradiction(overrides: list[str]) -> None:
+    load(RouterConfig, overrides=["model.path=m", *overrides])

@@ -30,6 +30,8 @@ PICTURE = Path(__file__).parent / "assets" / "shapes.png"
 PICTURE_QUESTION = "Describe the picture."
 PICTURE_ANSWER = "An orange circle above a blue triangle."
 SPANS_TIMEOUT_S = 10.0
+#: With nothing else to do a decode worker would soon serve the questions alone: here all three are shown.
+SHOW_ALL_PHASES = "router:routing.placement=apart"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         line.pause()
     with stop_on_signals() as stopping, SpanCollector() as collector:
         try:
-            options = replace(options, otlp_endpoint=collector.endpoint)
+            overrides = (SHOW_ALL_PHASES, *options.overrides)
+            options = replace(options, otlp_endpoint=collector.endpoint, overrides=overrides)
             with deployed(
                 state,
                 topology,

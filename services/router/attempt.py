@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from services.router.choice import Choice
 from shared.errors import DeterminismViolation, InternalError, TriptychError, WorkerLost, from_code
+from shared.routing.trial import Trial
 from shared.routing.workers import Worker
 from shared.telemetry.logs import get_logger
 from shared.types.request import GenerationRequest
@@ -47,6 +48,7 @@ class Route(Struct, frozen=True):
     ``encoders`` with the hashes that each is to encode."""
 
     decode: Worker
+    trial: Trial
     prefill: Worker | None = None
     encoders: tuple[tuple[Worker, tuple[str, ...]], ...] = ()
 
@@ -118,6 +120,7 @@ class Attempt:
         if route is None or request is None:
             return
         embeddings = tuple(self._embeddings[h] for h in dict.fromkeys(m.mm_hash for m in request.media))
+        route.trial.begin()
         self._hold(route.decode)
         if route.prefill is None:
             route.decode.send(Start(request, AGGREGATED, embeddings))
@@ -210,6 +213,8 @@ class Attempt:
         if choice is None or event.choice in self._first or len(event.token_ids) != 1:
             raise DeterminismViolation(f"choice {event.choice}: prefill sent more than one token")
         self._first[event.choice] = event.token_ids[0]
+        if self._route is not None:
+            self._route.trial.prefilled()
         self._emit(choice, event)
         if self._open:
             self._resume()
@@ -219,6 +224,7 @@ class Attempt:
     def _on_own_token(self, route: Route, event: Tokens) -> None:
         if route.prefill is not None and not self._resumed:
             raise DeterminismViolation("decode went on before the handoff")
+        route.trial.decoded(event.first_index)
         if len(self._holders) > 1:
             # Decode goes on from its own memory: producer and encoder are free.
             self._release_encoders()
@@ -247,6 +253,7 @@ class Attempt:
         if route is None or worker is not route.decode or worker not in self._holders:
             return
         self._reserved = True
+        route.trial.moves((event.num_blocks - event.num_blocks_held) * route.decode.info.block_size)
         self._start_prefill(route)
 
     def on_blocks(self, worker: Worker, event: BlocksCommitted) -> None:

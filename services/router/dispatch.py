@@ -27,7 +27,7 @@ from shared.errors import (
 )
 from shared.routing.admission import Admission
 from shared.routing.placer import Placer
-from shared.routing.policy import PolicyOptions
+from shared.routing.trial import MeasuredCosts, Trial
 from shared.routing.workers import Worker, WorkerLink, WorkerPool
 from shared.telemetry import metrics
 from shared.telemetry.logs import get_logger
@@ -67,7 +67,6 @@ class Dispatcher:
         routing: RoutingConfig,
         limits: LimitsConfig,
         lease_s: float,
-        policy: PolicyOptions | None = None,
     ) -> None:
         self._clock = clock
         self._tracer = tracer
@@ -91,7 +90,8 @@ class Dispatcher:
         }
         self.workers = WorkerPool(dial, clock, self, routing)
         self.admission = Admission(limits, clock)
-        self._placer = Placer(policy)
+        self._costs = MeasuredCosts(clock)
+        self._placer = Placer(self._costs if routing.placement == "cost" else None)
         self._intake = Intake(models, self.workers, entropy, wall_clock)
 
     # InferenceService.
@@ -253,6 +253,7 @@ class Dispatcher:
             return False
         route = Route(
             workers[placement.decode],
+            Trial(self._costs, placement),
             workers.get(placement.prefill),
             tuple((workers[key], hashes) for key, hashes in placement.encoders),
         )

@@ -138,11 +138,15 @@ class RoutingConfig:
     A worker that says nothing, or whose engine does not move, gets no new work after ``suspect_s``; it is
     lost after ``lost_s`` of silence or ``stall_s`` without a turn of its engine (a step may be long).
 
+    ``placement``: "cost" lets a decode worker compute a prompt itself where that is measured to be cheaper than
+    a prefill worker and the handoff; "apart" never does while there is a prefill worker.
+
     ``phases``: the kinds of workers without which the router does not call itself ready (an encoder only
     for models that see). One kind fewer is a deployment that serves without it.
     """
 
     phases: tuple[Literal["encoder", "prefill", "decode"], ...] = ("encoder", "prefill", "decode")
+    placement: Literal["cost", "apart"] = "cost"
     recovery: bool = True
     recovery_limit: int = ranged(8, 0, 1000)
     crash_limit: int = ranged(3, 1, 1000)

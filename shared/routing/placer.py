@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.routing.affinity import MediaIndex, PrefixIndex
-from shared.routing.policy import Demand, MediaDemand, Placement, PolicyOptions, WorkerView, place
+from shared.routing.policy import Costs, Demand, MediaDemand, Placement, WorkerView, place
 from shared.types.request import GenerationRequest
 
 
 class Placer:
     """Picks the workers of one attempt at a time and remembers what they will then hold."""
 
-    def __init__(self, options: PolicyOptions | None = None) -> None:
-        self._options = options or PolicyOptions()
-        self._prefixes = PrefixIndex()
+    def __init__(self, costs: Costs | None = None) -> None:
+        self._costs = costs
+        self._computed = PrefixIndex()
+        self._received = PrefixIndex()
         self._encoded = MediaIndex()
 
     def place(
@@ -27,18 +28,20 @@ class Placer:
         workers that are taken only when nothing else is left."""
         if not workers:
             return None
-        chain = self._prefixes.chain(request.token_ids, request.media, request.cache_salt)
+        chain = self._computed.chain(request.token_ids, request.media, request.cache_salt)
         sizes = {item.mm_hash: item.num_tokens for item in request.media}
         demand = Demand(
             request.model,
             len(request.token_ids),
             tuple(MediaDemand(h, size, self._encoded.holder(h)) for h, size in sizes.items()),
-            self._prefixes.match(chain),
+            {**self._received.match(chain), **self._computed.match(chain)},
             avoid,
         )
-        placement = place(workers, demand, self._options)
+        placement = place(workers, demand, self._costs)
         if placement is not None:
-            self._prefixes.record(chain, placement.prefill or placement.decode)
+            self._computed.record(chain, placement.prefill or placement.decode)
+            if placement.prefill:
+                self._received.record(chain, placement.decode)
             for key, hashes in placement.encoders:
                 for mm_hash in hashes:
                     self._encoded.record(mm_hash, key)

@@ -3,14 +3,16 @@
 Owns the arithmetic of choosing; pure functions, so that a simulator can run them too. Owns no
 connection, no clock and no memory of earlier choices (see ``affinity``).
 
-All costs are in tokens of prefill work: a request in front of ours is taken as so many tokens.
+Which worker of a kind is best is counted in tokens of prefill work: a request in front of ours is taken as
+so many tokens. Whether the phases run apart or on one worker is decided by measured seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from shared.kv_cache.convert import can_convert
 from shared.types.identity import IdentityKey, LayoutSpec
@@ -62,44 +64,61 @@ class Demand(Struct, frozen=True):
     avoid: frozenset[str] = frozenset()
 
 
-class PolicyOptions(Struct, frozen=True):
-    """``short_prompt_tokens``: a prompt with fewer uncached tokens is served by one decode worker
-    alone. 0 = always apart when both phases are there."""
+class Costs(Protocol):
+    """Seconds until a request is rolling; None where nothing is known (``shared.routing.cost``)."""
 
-    short_prompt_tokens: int = 0
+    def apart(self, prefill: str, decode: str, work: float, moved: float) -> float | None: ...
+
+    def alone(self, worker: str, work: float, num_streams: int) -> float | None: ...
+
+
+class AlwaysApart:
+    """Nothing is known, so that the phases are kept apart wherever both are there."""
+
+    def apart(self, prefill: str, decode: str, work: float, moved: float) -> float | None:
+        return None
+
+    def alone(self, worker: str, work: float, num_streams: int) -> float | None:
+        return None
 
 
 class Placement(Struct, frozen=True):
     """The workers of one attempt, by key. ``prefill`` is "" in aggregated mode, in which the worker
-    named by ``decode`` does everything after encoding."""
+    named by ``decode`` does everything after encoding.
+
+    What the choice went by: ``work`` = tokens to compute, those ahead in the queue included; ``moved`` =
+    tokens to be handed over; ``predicted_s`` = seconds until the request is rolling, None: not known.
+    """
 
     mode: str
     decode: str
     prefill: str = ""
     encoders: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    work: float = 0.0
+    moved: float = 0.0
+    predicted_s: float | None = None
 
 
-def place(
-    workers: Sequence[WorkerView], demand: Demand, options: PolicyOptions | None = None
-) -> Placement | None:
+def place(workers: Sequence[WorkerView], demand: Demand, costs: Costs | None = None) -> Placement | None:
     """The cheapest placement, or None when the live workers cannot serve the request now.
 
-    Equal costs are decided by the order of the keys, so equal snapshots give equal answers.
+    Which workers: by load and cache, equal ones by the order of the keys, so that equal snapshots give
+    equal answers. Whether apart or alone: by ``costs``; apart when they do not know better.
     """
-    options = options or PolicyOptions()
+    costs = costs or AlwaysApart()
     serving = [w for w in workers if w.model == demand.model]
     prefills = sorted((w for w in serving if w.kind == "prefill" and w.layout), key=lambda w: w.key)
     decodes = sorted((w for w in serving if w.kind == "decode" and w.layout), key=lambda w: w.key)
-    chosen = _pair(prefills, decodes, demand)
-    if chosen is None or _is_short(chosen, demand, options):
-        chosen = _alone(decodes, demand) or _alone(prefills, demand)
+    pair = _pair(prefills, decodes, demand, costs)
+    alone = _alone(decodes, demand, costs) or _alone(prefills, demand, costs)
+    chosen = _cheaper(pair, alone)
     if chosen is None:
         return None
     identity = next(w.identity for w in serving if w.key == chosen.decode)
     encoders = _encoders([w for w in serving if w.kind == "encoder"], identity, demand)
     if encoders is None:
         return None
-    return Placement(chosen.mode, chosen.decode, chosen.prefill, encoders)
+    return structs.replace(chosen, encoders=encoders)
 
 
 def can_pair(a: WorkerView, b: WorkerView) -> bool:
@@ -112,8 +131,18 @@ def can_pair(a: WorkerView, b: WorkerView) -> bool:
     )
 
 
-def _pair(prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], demand: Demand) -> Placement | None:
-    best: Placement | None = None
+def _cheaper(pair: Placement | None, alone: Placement | None) -> Placement | None:
+    if pair is None or alone is None:
+        return pair or alone
+    if pair.predicted_s is None or alone.predicted_s is None:
+        return pair
+    return alone if alone.predicted_s < pair.predicted_s else pair
+
+
+def _pair(
+    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], demand: Demand, costs: Costs
+) -> Placement | None:
+    best: tuple[WorkerView, WorkerView] | None = None
     best_cost = float("inf")
     decode_costs = [_decode_cost(d, demand) for d in decodes]
     for prefill in prefills:
@@ -121,25 +150,32 @@ def _pair(prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], demand:
         for decode, decode_cost in zip(decodes, decode_costs, strict=True):
             cost = prefill_cost + decode_cost
             if cost < best_cost and can_pair(prefill, decode):
-                best, best_cost = Placement(PREFILL, decode.key, prefill.key), cost
-    return best
+                best, best_cost = (prefill, decode), cost
+    if best is None:
+        return None
+    prefill, decode = best
+    work = _uncached(prefill, demand) + prefill.num_requests * PREFILL_LOAD_TOKENS
+    moved = float(_uncached(decode, demand))
+    predicted = costs.apart(prefill.key, decode.key, work, moved)
+    return Placement(PREFILL, decode.key, prefill.key, (), work, moved, predicted)
 
 
-def _alone(workers: Sequence[WorkerView], demand: Demand) -> Placement | None:
+def _alone(workers: Sequence[WorkerView], demand: Demand, costs: Costs) -> Placement | None:
     if not workers:
         return None
-    costs = [(_prefill_cost(w, demand) + _decode_cost(w, demand), w.key) for w in workers]
-    return Placement(AGGREGATED, min(costs)[1])
+    worker = min(workers, key=lambda w: (_prefill_cost(w, demand) + _decode_cost(w, demand), w.key))
+    work = float(_uncached(worker, demand))
+    predicted = costs.alone(worker.key, work, worker.num_requests)
+    return Placement(AGGREGATED, worker.key, "", (), work, 0.0, predicted)
 
 
-def _is_short(chosen: Placement, demand: Demand, options: PolicyOptions) -> bool:
-    uncached = demand.num_tokens - demand.cached.get(chosen.prefill, 0)
-    return uncached < options.short_prompt_tokens
+def _uncached(worker: WorkerView, demand: Demand) -> int:
+    return max(1, demand.num_tokens - demand.cached.get(worker.key, 0))
 
 
 def _prefill_cost(worker: WorkerView, demand: Demand) -> float:
-    uncached = demand.num_tokens - demand.cached.get(worker.key, 0)
-    return uncached + worker.num_requests * PREFILL_LOAD_TOKENS + _avoided(worker, demand)
+    load = worker.num_requests * PREFILL_LOAD_TOKENS
+    return _uncached(worker, demand) + load + _avoided(worker, demand)
 
 
 def _decode_cost(worker: WorkerView, demand: Demand) -> float:

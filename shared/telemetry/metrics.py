@@ -37,7 +37,7 @@ def _seconds(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _S
 
 # Requests, at the router.
 
-#: outcome: ok, aborted, invalid, rejected, failed.
+#: outcome: ok, aborted, invalid, rejected, expired, failed (see ``outcome``).
 REQUESTS = _counter("requests", "Finished requests by outcome", "outcome")
 REQUESTS_RUNNING = _gauge("requests_running", "Requests admitted and not finished")
 REQUESTS_QUEUED = _gauge("requests_queued", "Requests waiting for admission")
@@ -88,6 +88,13 @@ TRANSFER_FAILURES = _counter("transfer_failures", "Pulls that did not deliver ev
 CHECKSUM_FAILURES = _counter("checksum_failures", "Blocks whose bytes did not match", "kind")
 LEASES_GRANTED = _counter("leases_granted", "Leases granted on blocks", "kind")
 LEASES_EXPIRED = _counter("leases_expired", "Leases that ran out before their release", "kind")
+
+# Choices by measured cost.
+
+#: choice: apart, alone (which workers serve a prompt); load, compute (what a tier holds of it).
+DECISIONS = _counter("decisions", "Choices between ways to get a prompt's KV", "choice")
+#: kind: predicted, actual.
+DECISION_COST = _seconds("decision_cost", "What the way that was chosen costs", "choice", "kind")
 
 # KV store, as seen by its clients and by itself.
 

@@ -62,7 +62,7 @@ def six_processes(overrides: Sequence[str] = (), topology: str = "") -> Iterator
     options = LaunchOptions(
         model=ModelConfig(str(served_model()), cache_dir=str(STATE.cache)),
         ports=free_ports(),
-        overrides=tuple(overrides),
+        overrides=("router:routing.placement=apart", *overrides),
         num_cores=len(os.sched_getaffinity(0)),
     )
     with deployed(StateDir(BENCH_STATE), Topology.parse(topology), options, progress=say) as deployment:

@@ -42,6 +42,7 @@ SETTINGS = (
     "prefill:encoder.memory_mb=1",
     "decode:encoder.memory_mb=1",
     "router:routing.crash_limit=1000",
+    "router:routing.placement=apart",
     "telemetry.log_level=info",
 )
 

@@ -154,7 +154,8 @@ def serving(
             model=ModelConfig(str(model), cache_dir=str(CACHE)),
             ports=PublicPorts(next(ports), next(ports), next(ports)),
             otlp_endpoint=collector.endpoint,
-            overrides=tuple(overrides),
+            # What is tested here are the phases apart; alone is asked for where it is meant.
+            overrides=("router:routing.placement=apart", *overrides),
             num_cores=len(os.sched_getaffinity(0)),
         )
         with deployed(

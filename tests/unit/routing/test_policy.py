@@ -14,7 +14,6 @@ from shared.routing.policy import (
     Demand,
     MediaDemand,
     Placement,
-    PolicyOptions,
     WorkerView,
     can_pair,
     place,
@@ -34,15 +33,21 @@ def view(key: str, **changes: Any) -> WorkerView:
     return structs.replace(worker, **changes)
 
 
+def placed(views: list[WorkerView], demand: Demand) -> Placement | None:
+    """The workers of the placement, without the figures."""
+    p = place(views, demand)
+    return None if p is None else Placement(p.mode, p.decode, p.prefill, p.encoders)
+
+
 def test_a_pair_is_chosen_at_once() -> None:
-    assert place([view("d0"), view("p0")], Demand("m", 10)) == Placement(PREFILL, "d0", "p0")
+    assert placed([view("d0"), view("p0")], Demand("m", 10)) == Placement(PREFILL, "d0", "p0")
 
 
 def test_equal_costs_are_decided_by_key_whatever_the_order() -> None:
     views = [view(key) for key in ("d1", "p1", "d0", "p0", "e1", "e0")]
     demand = Demand("m", 10, (MediaDemand("h", 4),))
     expected = Placement(PREFILL, "d0", "p0", (("e0", ("h",)),))
-    assert place(views, demand) == place(views[::-1], demand) == expected
+    assert placed(views, demand) == placed(views[::-1], demand) == expected
 
 
 def test_only_equal_identities_and_convertible_layouts_are_paired() -> None:
@@ -53,25 +58,25 @@ def test_only_equal_identities_and_convertible_layouts_are_paired() -> None:
     assert not can_pair(view("p0", layout=wide), view("d0"))
     assert not can_pair(view("p0", layout=None), view("d0"))
     views = [view("p0", identity=other), view("p1", num_requests=50), view("d0", layout=wide), view("d1")]
-    assert place(views, Demand("m", 10)) == Placement(PREFILL, "d1", "p1")
+    assert placed(views, Demand("m", 10)) == Placement(PREFILL, "d1", "p1")
 
 
 def test_strangers_serve_alone() -> None:
     """A roll from one layout to the next: no pair is left, yet nothing is refused."""
     wide = structs.replace(LAYOUT, block_size=32)
-    assert place([view("p0"), view("d0", layout=wide)], Demand("m", 10)) == Placement(AGGREGATED, "d0")
+    assert placed([view("p0"), view("d0", layout=wide)], Demand("m", 10)) == Placement(AGGREGATED, "d0")
 
 
 @pytest.mark.parametrize(("present", "alone"), [(["d0"], "d0"), (["p0"], "p0"), (["d0", "d1"], "d0")])
 def test_a_missing_phase_means_aggregated(present: list[str], alone: str) -> None:
-    assert place([view(key) for key in present], Demand("m", 10)) == Placement(AGGREGATED, alone)
+    assert placed([view(key) for key in present], Demand("m", 10)) == Placement(AGGREGATED, alone)
 
 
 def test_nobody_is_nobody() -> None:
-    assert place([], Demand("m", 10)) is None
-    assert place([view("e0")], Demand("m", 10)) is None
-    assert place([view("p0"), view("d0")], Demand("other", 10)) is None
-    assert place([view("p0"), view("d0")], Demand("m", 10, (MediaDemand("h", 4),))) is None
+    assert placed([], Demand("m", 10)) is None
+    assert placed([view("e0")], Demand("m", 10)) is None
+    assert placed([view("p0"), view("d0")], Demand("other", 10)) is None
+    assert placed([view("p0"), view("d0")], Demand("m", 10, (MediaDemand("h", 4),))) is None
 
 
 def test_a_known_prefix_outweighs_a_little_load_and_no_more() -> None:
@@ -87,20 +92,20 @@ def test_a_known_prefix_outweighs_a_little_load_and_no_more() -> None:
 def test_load_and_full_memory_turn_requests_away() -> None:
     demand = Demand("m", 64)
     views = [view("p0", num_requests=1), view("p1"), view("d0", num_requests=1), view("d1")]
-    assert place(views, demand) == Placement(PREFILL, "d1", "p1")
+    assert placed(views, demand) == Placement(PREFILL, "d1", "p1")
     views = [view("p0"), view("d0", num_blocks_free=3), view("d1", num_blocks_free=30, num_requests=20)]
-    assert place(views, demand) == Placement(PREFILL, "d1", "p0")
+    assert placed(views, demand) == Placement(PREFILL, "d1", "p0")
 
 
 def test_workers_to_avoid_are_a_last_resort() -> None:
     demand = Demand("m", 10, (MediaDemand("h", 4, holder="e0"),), avoid=frozenset({"p0", "d0", "e0"}))
-    assert place([view("p0"), view("d0"), view("e0")], demand) is not None
+    assert placed([view("p0"), view("d0"), view("e0")], demand) is not None
     views = [view(k) for k in ("p0", "d0", "e0")] + [
         view("p1", num_requests=99),
         view("d1", num_requests=99),
         view("e1", num_requests=99),
     ]
-    assert place(views, demand) == Placement(PREFILL, "d1", "p1", (("e1", ("h",)),))
+    assert placed(views, demand) == Placement(PREFILL, "d1", "p1", (("e1", ("h",)),))
     assert AVOIDED_TOKENS > 1e6
 
 
@@ -114,15 +119,49 @@ def test_media_go_to_their_holder_and_spread_otherwise() -> None:
 def test_encoders_of_another_revision_are_not_asked() -> None:
     other = structs.replace(IDENTITY, revision="old")
     demand = Demand("m", 10, (MediaDemand("h", 4),))
-    assert place([view("p0"), view("d0"), view("e0", identity=other)], demand) is None
+    assert placed([view("p0"), view("d0"), view("e0", identity=other)], demand) is None
 
 
-def test_short_prompts_may_be_served_alone() -> None:
-    views, options = [view("p0"), view("d0")], PolicyOptions(short_prompt_tokens=32)
-    assert place(views, Demand("m", 31), options) == Placement(AGGREGATED, "d0")
-    assert place(views, Demand("m", 32), options) == Placement(PREFILL, "d0", "p0")
-    assert place(views, Demand("m", 100, cached={"p0": 96}), options) == Placement(AGGREGATED, "d0")
-    assert place(views, Demand("m", 96, cached={"p0": 96})) == Placement(PREFILL, "d0", "p0")
+class Known:
+    """Costs as a test says them."""
+
+    def __init__(self, apart: float | None, alone: float | None) -> None:
+        self.costs = apart, alone
+        self.asked: list[tuple[float, ...]] = []
+
+    def apart(self, prefill: str, decode: str, work: float, moved: float) -> float | None:
+        self.asked.append((work, moved))
+        return self.costs[0]
+
+    def alone(self, worker: str, work: float, num_streams: int) -> float | None:
+        self.asked.append((work, float(num_streams)))
+        return self.costs[1]
+
+
+@pytest.mark.parametrize(
+    ("apart", "alone", "mode"),
+    [
+        (2.0, 1.0, AGGREGATED),
+        (1.0, 2.0, PREFILL),
+        (1.0, 1.0, PREFILL),
+        (None, 1.0, PREFILL),
+        (1.0, None, PREFILL),
+        (None, None, PREFILL),
+    ],
+)
+def test_the_cheaper_way_is_taken_and_apart_when_in_doubt(
+    apart: float | None, alone: float | None, mode: str
+) -> None:
+    placement = place([view("p0"), view("d0")], Demand("m", 31), Known(apart, alone))
+    assert placement is not None and placement.mode == mode
+    assert placement.predicted_s == (apart if mode == PREFILL else alone)
+
+
+def test_costs_are_asked_for_what_is_left_to_do() -> None:
+    costs = Known(None, None)
+    views = [view("p0", num_requests=2), view("d0", num_requests=3)]
+    place(views, Demand("m", 100, cached={"p0": 64, "d0": 32}), costs)
+    assert costs.asked == [(36 + 2 * 256, 68), (68, 3)]
 
 
 keys = st.lists(st.sampled_from(["p0", "p1", "p2", "d0", "d1", "d2", "e0", "e1"]), unique=True)

@@ -19,6 +19,7 @@ from shared.engine.outflow import Outflow
 from shared.engine.owners import Owners
 from shared.engine.spans import RequestSpans
 from shared.engine.store_link import RemoteStoreLink, StoreCalls, StoreLink
+from shared.engine.tier_costs import TierCosts
 from shared.failpoints import Failpoints
 from shared.kv_cache.block_hash import BlockHasher
 from shared.kv_cache.block_pool import BlockPool
@@ -35,8 +36,6 @@ log = get_logger(__name__)
 
 #: Blocks that may be on offer to the store at a time: they are pinned meanwhile.
 MAX_OFFERED_BLOCKS = 256
-#: Shorter prefixes are computed faster than they are looked up.
-MIN_STORE_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,7 @@ def build_token_engine(
     )
     inbox, outbox = Inbox(), Outbox()
     desk = PullDesk(inbox)
+    costs = TierCosts(environment.clock, limits.max_num_batched_tokens)
     deadline_s = config.transfer.deadline_s
     ec_pool = BlockPool(arenas["ec"].info.num_blocks[0], arenas["ec"].generations(0))
     ec_cache = EncoderCache(ec_pool, config.encoder.rows_per_block)
@@ -126,7 +126,7 @@ def build_token_engine(
         desk=desk,
         outflow=Outflow(kv, leases, owners.emit, environment.failpoints),
         embeddings=Embeddings(ec_cache, desk, environment.tracer, deadline_s, backend.row_bytes),
-        store=_store_link(store_calls, kv, hasher, desk, inbox, deadline_s),
+        store=_store_link(store_calls, kv, hasher, desk, inbox, costs, deadline_s),
         spans=RequestSpans(environment.tracer),
         entropy=environment.entropy,
         failpoints=environment.failpoints,
@@ -144,7 +144,7 @@ def build_token_engine(
 
     core = EngineCore(parts, make_intake)
     runner = backend.runner(spec, runner_memory(arenas, config.encoder.rows_per_block), limits)
-    loop = EngineLoop(core, parts.scheduler, runner, inbox, outbox, environment.clock, fatal)
+    loop = EngineLoop(core, parts.scheduler, runner, inbox, outbox, environment.clock, costs, fatal)
     return TokenEngine(core, loop, desk, arenas)
 
 
@@ -181,6 +181,7 @@ def _store_link(
     hasher: BlockHasher,
     desk: PullDesk,
     inbox: Inbox,
+    costs: TierCosts,
     deadline_s: float,
 ) -> StoreLink:
     if calls is None:
@@ -191,8 +192,8 @@ def _store_link(
         hasher,
         desk,
         inbox,
+        costs=costs,
         deadline_s=deadline_s,
-        min_blocks=MIN_STORE_BLOCKS,
         max_offered_blocks=MAX_OFFERED_BLOCKS,
     )
 

@@ -14,17 +14,18 @@ from shared.engine.core import EngineCore
 from shared.engine.inbox import Inbox, Outbox
 from shared.engine.observe import observe_step
 from shared.engine.thread import STATUS_INTERVAL_S, EngineThread
+from shared.engine.tier_costs import TierCosts
 from shared.runner.base import PendingStep, Runner
 from shared.scheduler.plan_builder import ScheduledStep
 from shared.scheduler.scheduler import Scheduler
 
 
 class _Flying(NamedTuple):
-    """A step on the device since ``launched``, in seconds of the injected clock."""
+    """A step on the device; its launch has taken ``spent`` seconds of this thread."""
 
     step: ScheduledStep
     pending: PendingStep
-    launched: float
+    spent: float
 
 
 class EngineLoop(EngineThread):
@@ -38,12 +39,14 @@ class EngineLoop(EngineThread):
         inbox: Inbox,
         outbox: Outbox,
         clock: Clock,
+        costs: TierCosts,
         fatal: Callable[[BaseException], None],
     ) -> None:
         super().__init__(core, runner, inbox, outbox, clock, fatal)
         self._core = core
         self._scheduler = scheduler
         self._runner = runner
+        self._costs = costs
 
     def _run(self) -> None:
         flying: _Flying | None = None
@@ -51,7 +54,7 @@ class EngineLoop(EngineThread):
             self._inbox.run()
             self._core.tick()
             step = self._scheduler.schedule()
-            launched = _Flying(step, self._runner.execute(step.plan), self._clock.now()) if step else None
+            launched = self._launch(step) if step else None
             if flying:
                 self._finish(flying)
             self._report()
@@ -61,8 +64,14 @@ class EngineLoop(EngineThread):
                 self._inbox.wait(STATUS_INTERVAL_S)
             flying = launched
 
+    def _launch(self, step: ScheduledStep) -> _Flying:
+        began = self._clock.now()
+        return _Flying(step, self._runner.execute(step.plan), self._clock.now() - began)
+
     def _finish(self, flying: _Flying) -> None:
+        began = self._clock.now()
         result = flying.pending.result()
-        observe_step(flying.step, self._clock.now() - flying.launched)
+        seconds = flying.spent + self._clock.now() - began
+        self._costs.stepped(observe_step(flying.step, seconds), seconds)
         self._core.num_steps += 1
         self._core.on_outcomes(self._scheduler.update(flying.step, result))

@@ -21,11 +21,14 @@ def observe_pull(kind: str, outcome: PullOutcome) -> None:
         metrics.CHECKSUM_FAILURES.labels(kind).inc(outcome.ok.count(False))
 
 
-def observe_step(step: ScheduledStep, seconds: float) -> None:
-    """Count one finished step; ``seconds`` from its launch to its result."""
+def observe_step(step: ScheduledStep, seconds: float) -> int:
+    """Count one finished step; ``seconds`` the engine spent on its launch and on waiting for its result.
+    Returns its tokens."""
+    num_tokens = sum(len(row.token_ids) for row in step.plan.rows)
     metrics.STEPS.inc()
     metrics.STEP_SECONDS.observe(seconds)
-    metrics.STEP_TOKENS.observe(sum(len(row.token_ids) for row in step.plan.rows))
+    metrics.STEP_TOKENS.observe(num_tokens)
+    return num_tokens
 
 
 def observe_prompt(sequence: Sequence) -> None:

@@ -10,6 +10,7 @@ from shared.engine.desk import PullDesk
 from shared.engine.inbox import Inbox
 from shared.engine.landing import Landing
 from shared.engine.observe import observe_pull
+from shared.engine.tier_costs import TierCosts
 from shared.errors import OutOfBlocks
 from shared.kv_cache.block_hash import BlockHasher, HashedBlock
 from shared.kv_cache.manager import CommittedBlock, KVCacheManager
@@ -53,8 +54,8 @@ class RemoteStoreLink(StoreLink):
         desk: PullDesk,
         inbox: Inbox,
         *,
+        costs: TierCosts,
         deadline_s: float,
-        min_blocks: int,
         max_offered_blocks: int,
     ) -> None:
         self._calls = calls
@@ -63,7 +64,7 @@ class RemoteStoreLink(StoreLink):
         self._desk = desk
         self._inbox = inbox
         self._deadline_s = deadline_s
-        self._min_blocks = min_blocks
+        self._costs = costs
         self._max_offered = max_offered_blocks
         self._num_offered = 0
         self._landings: dict[str, tuple[Landing, str]] = {}
@@ -71,7 +72,7 @@ class RemoteStoreLink(StoreLink):
     def load(self, sequence: Sequence, then: Callable[[], None]) -> None:
         request, spec = sequence.request, self._kv.spec
         usable = (len(sequence.tokens) - 1) // spec.block_size
-        if usable < self._min_blocks:
+        if not usable:
             then()
             return
         held = self._kv.open(
@@ -85,14 +86,15 @@ class RemoteStoreLink(StoreLink):
         sequence.kv_open = True
         sequence.num_cached = sequence.num_computed = held
         first = held // spec.block_size
-        if usable - first < self._min_blocks:
+        if usable == first or not self._costs.prefers_loading((usable - first) * spec.block_size):
             then()
             return
         blocks = self._hasher.prompt(sequence.tokens, request.media, request.cache_salt, request.adapter)
         wanted = tuple(islice(blocks, first, usable))
         metrics.STORE_QUERIES.inc(usable - first)
+        asked_at = self._costs.now()
         self._calls.lookup(
-            wanted, lambda hit: self._inbox.post(lambda: self._found(sequence, first, hit, then))
+            wanted, lambda hit: self._inbox.post(lambda: self._found(sequence, first, asked_at, hit, then))
         )
 
     def forget(self, sequence: Sequence) -> None:
@@ -122,7 +124,9 @@ class RemoteStoreLink(StoreLink):
         for block in blocks:
             self._kv.unpin(block.group, (block.block_id,))
 
-    def _found(self, sequence: Sequence, first: int, hit: StoreHit, then: Callable[[], None]) -> None:
+    def _found(
+        self, sequence: Sequence, first: int, asked_at: float, hit: StoreHit, then: Callable[[], None]
+    ) -> None:
         if sequence.done or not hit.num_blocks:
             if hit.lease_id:
                 self._calls.release(hit.lease_id)
@@ -142,14 +146,20 @@ class RemoteStoreLink(StoreLink):
             self._kv,
             self._desk,
             self._deadline_s,
-            lambda outcome: self._landed(sequence, first, hit, outcome, then),
+            lambda outcome: self._landed(sequence, first, asked_at, hit, outcome, then),
         )
         self._landings[sequence.key] = landing, hit.lease_id
         for run in hit.runs:
             landing.pull(run.producer, run.group, first, run.blocks)
 
     def _landed(
-        self, sequence: Sequence, first: int, hit: StoreHit, outcome: PullOutcome, then: Callable[[], None]
+        self,
+        sequence: Sequence,
+        first: int,
+        asked_at: float,
+        hit: StoreHit,
+        outcome: PullOutcome,
+        then: Callable[[], None],
     ) -> None:
         observe_pull("store", outcome)
         landing, _ = self._landings.get(sequence.key, (None, ""))
@@ -157,6 +167,7 @@ class RemoteStoreLink(StoreLink):
             return
         del self._landings[sequence.key]
         self._calls.release(hit.lease_id)
+        self._costs.loaded(hit.num_blocks * self._kv.spec.block_size, asked_at)
         if landing.lost or sequence.done:
             landing.close()
             sequence.kv_open = False

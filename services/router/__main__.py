@@ -9,24 +9,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 
-import uvicorn
 import uvloop
 
 from services.router.control import RouterControl
 from services.router.dispatch import Dispatcher
-from services.router.gateway.app import create_app
 from services.router.gateway.limits import GatewayLimits
-from services.router.gateway.protocol import GatewayProtocol
+from services.router.gateway.server import GRACE_S, GatewayServer
 from services.router.model import image_limits, load_model
 from shared.clock import Clock, MonotonicClock, SystemEntropy
 from shared.config.load import config_from_args
-from shared.config.services import HttpConfig, RegistryConfig, RouterConfig, ServerConfig
+from shared.config.services import RegistryConfig, RouterConfig
 from shared.errors import ConfigError
 from shared.registry.base import Registry
 from shared.registry.memory import MemoryRegistry
@@ -39,17 +36,6 @@ from shared.telemetry.logs import configure, get_logger
 from shared.telemetry.tracing import Tracer, build_tracer
 
 log = get_logger("services.router")
-
-#: How long connections get to close once nothing runs any more.
-GRACE_S = 2
-
-
-class GatewayServer(uvicorn.Server):
-    """uvicorn without its own signal handling: the process has one way down."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,19 +68,18 @@ async def _serve(config: RouterConfig) -> None:
         metrics_port = metrics.start()
         stack.callback(metrics.close)
         control = RouterControl(dispatcher.workers, local, remote, config.registry.heartbeat_s)
-        rpc, grpc_port = await _rpc_server(config.server, dispatcher, control)
+        rpc, grpc_port = await _rpc_server(config, dispatcher, control)
         stack.push_async_callback(rpc.stop, GRACE_S)
         gateway = _gateway(config, dispatcher)
-        listener = _listen(config.http)
-        serving = asyncio.create_task(gateway.serve([listener]))
-        stack.push_async_callback(_stop_gateway, gateway, serving)
+        http_port = gateway.start(config.http.host, config.http.port)
+        stack.push_async_callback(gateway.stop)
         ticking = asyncio.create_task(dispatcher.run())
         polling = asyncio.create_task(_poll(dispatcher, remote, config.registry.heartbeat_s))
         stack.callback(ticking.cancel)
         stack.callback(polling.cancel)
         log.info(
             "listening",
-            http_port=listener.getsockname()[1],
+            http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
         )
@@ -107,10 +92,11 @@ async def _serve(config: RouterConfig) -> None:
 
 def _dispatcher(config: RouterConfig, clock: Clock, tracer: Tracer) -> Dispatcher:
     entropy = SystemEntropy()
+    expects_encoder = "encoder" in config.routing.phases
     # Of this process alone: a router that starts again is fenced by nothing that it did before.
     stream_id = f"{config.router_id}-{entropy.hex_id()}"
     return Dispatcher(
-        [load_model(config.model, config.limits, int(time.time()))],
+        [load_model(config.model, config.limits, int(time.time()), expects_encoder=expects_encoder)],
         lambda info, number: WorkerClient(info.address, stream_id, number),
         clock=clock,
         entropy=entropy,
@@ -132,9 +118,11 @@ def _shared_registry(config: RegistryConfig, local: Registry) -> Registry:
 
 
 async def _rpc_server(
-    config: ServerConfig, dispatcher: Dispatcher, control: RouterControl
+    config: RouterConfig, dispatcher: Dispatcher, control: RouterControl
 ) -> tuple[RpcServer, int]:
-    rpc = RpcServer(config.host, config.port, max_message_bytes=config.max_message_bytes)
+    # A request may be as large here as over HTTP.
+    max_bytes = max(config.server.max_message_bytes, config.http.max_body_bytes)
+    rpc = RpcServer(config.server.host, config.server.port, max_message_bytes=max_bytes)
     InferenceServicer(dispatcher).add_to(rpc.server)
     ControlServicer(control).add_to(rpc.server)
     port = await rpc.start()
@@ -143,39 +131,14 @@ async def _rpc_server(
 
 
 def _gateway(config: RouterConfig, dispatcher: Dispatcher) -> GatewayServer:
-    limits = GatewayLimits(max_body=config.http.max_body_bytes, images=image_limits(config.limits))
-    return GatewayServer(
-        uvicorn.Config(
-            create_app(dispatcher, limits),
-            loop="none",
-            http=GatewayProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=GRACE_S,
-        )
+    http = config.http
+    limits = GatewayLimits(
+        max_body=http.max_body_bytes,
+        max_connections=http.max_connections,
+        header_timeout_s=http.header_timeout_s,
+        images=image_limits(config.limits),
     )
-
-
-def _listen(config: HttpConfig) -> socket.socket:
-    """The gateway's socket. Raises ConfigError when the port is taken."""
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen for HTTP on port {config.port}: {error.strerror}") from None
-    return listener
-
-
-async def _stop_gateway(gateway: GatewayServer, serving: asyncio.Task[None]) -> None:
-    gateway.should_exit = True
-    await serving
+    return GatewayServer(dispatcher, limits)
 
 
 async def _poll(dispatcher: Dispatcher, registry: Registry, every_s: float) -> None:

@@ -14,12 +14,13 @@ from services.router.choice import Choice
 from services.router.model import Prompt, ServedModel
 from services.router.probe import RequestProbe
 from shared.clock import Entropy
-from shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from shared.errors import ContextLengthExceeded
 from shared.routing.workers import WorkerPool
+from shared.types.bounds import check_request, unknown_model
 from shared.types.inference import Accepted, InferenceRequest, ModelCard, TextPart
 from shared.types.request import GenerationRequest
+from shared.types.worker import WorkerInfo
 
-MAX_CHOICES = 16
 #: Rendering up to so many bytes is quicker than handing it to a thread.
 HEAVY_BYTES = 16384
 
@@ -53,30 +54,18 @@ class Intake:
         """Raises ModelNotFound."""
         model = self._by_name.get(name)
         if model is None:
-            raise ModelNotFound("the model does not exist", param="model")
+            raise unknown_model(self._by_name)
         return model
 
     def cards(self) -> list[ModelCard]:
         """The models as clients see them."""
-        return [
-            ModelCard(m.name, self._max_model_len(m), m.vocab_size, m.created, m.vision) for m in self.models
-        ]
+        return [self._card(model) for model in self.models]
 
     def check(self, request: InferenceRequest) -> ServedModel:
         """All that can be said before any work is spent on the request. Raises InvalidRequest and its
         kin."""
         model = self.model(request.model)
-        sources = (request.messages, request.prompt, request.prompt_token_ids)
-        if sum(source is not None for source in sources) != 1:
-            raise InvalidRequest("exactly one of messages, prompt and prompt_token_ids is needed")
-        if not 1 <= request.n <= MAX_CHOICES:
-            raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}", param="n")
-        if request.deadline_s is not None and not request.deadline_s > 0:
-            raise InvalidRequest("the deadline must be positive", param="deadline_s")
-        sampling = request.sampling
-        _check_ids(request.prompt_token_ids or (), model, "prompt")
-        _check_ids(sampling.stop_token_ids, model, "stop_token_ids")
-        _check_ids([token_id for token_id, _ in sampling.logit_bias], model, "logit_bias")
+        check_request(request, self._card(model))
         return model
 
     async def render(self, model: ServedModel, request: InferenceRequest, probe: RequestProbe) -> Order:
@@ -84,9 +73,12 @@ class Intake:
 
         Raises ContextLengthExceeded, InvalidRequest and what is wrong with media.
         """
-        heavy = _num_bytes(request) > HEAVY_BYTES
-        prompt = await asyncio.to_thread(model.render, request) if heavy else model.render(request)
-        max_tokens = self._max_tokens(model, request, prompt)
+        context = self._max_model_len(model)
+        if _num_bytes(request) > HEAVY_BYTES:
+            prompt = await asyncio.to_thread(model.render, request, context)
+        else:
+            prompt = model.render(request, context)
+        max_tokens = _max_tokens(context, request, prompt)
         request_id = self._entropy.hex_id()
         seed = self._entropy.seed() if request.seed is None else request.seed
         probe.admitted(request_id, len(prompt.token_ids))
@@ -108,29 +100,33 @@ class Intake:
             prompt.media_data,
         )
 
-    def _max_tokens(self, model: ServedModel, request: InferenceRequest, prompt: Prompt) -> int:
-        """Tokens that may be emitted; what was not said is all that the context has room for."""
-        num_tokens = len(prompt.token_ids)
-        room = self._max_model_len(model) - num_tokens
-        wanted = request.sampling.max_tokens
-        if room < max(wanted, 1):
-            raise ContextLengthExceeded(
-                f"the prompt has {num_tokens} tokens and {wanted} more are wanted, "
-                f"but the model's context holds {room + num_tokens}",
-                param="prompt" if request.messages is None else "messages",
-            )
-        return wanted or room
+    def _card(self, model: ServedModel) -> ModelCard:
+        """Pictures are served where an encoder is, or is to be."""
+        vision = model.vision and (
+            model.expects_encoder or any(info.kind == "encoder" for info in self._infos(model))
+        )
+        return ModelCard(model.name, self._max_model_len(model), model.vocab_size, model.created, vision)
 
     def _max_model_len(self, model: ServedModel) -> int:
         """What every live worker of the model can hold."""
-        infos = [w.info for w in self._workers.live()]
-        lens = [i.max_model_len for i in infos if i.model == model.name and i.max_model_len]
+        lens = [info.max_model_len for info in self._infos(model) if info.max_model_len]
         return min([model.max_model_len, *lens])
 
+    def _infos(self, model: ServedModel) -> list[WorkerInfo]:
+        return [w.info for w in self._workers.live() if w.info.model == model.name]
 
-def _check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
-        raise InvalidRequest(f"token ids must be between 0 and {model.vocab_size - 1}", param=param)
+
+def _max_tokens(context: int, request: InferenceRequest, prompt: Prompt) -> int:
+    """Tokens that may be emitted; what was not said is all that the context has room for."""
+    num_tokens, wanted = len(prompt.token_ids), request.sampling.max_tokens
+    room = context - num_tokens
+    if room < max(wanted, 1):
+        raise ContextLengthExceeded(
+            f"the prompt has {num_tokens} tokens and {max(wanted, 1)} more are wanted, "
+            f"but the served context holds {context}",
+            param="prompt" if request.messages is None else "messages",
+        )
+    return wanted or room
 
 
 def _num_bytes(request: InferenceRequest) -> int:

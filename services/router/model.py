@@ -37,7 +37,8 @@ class Prompt(Struct, frozen=True):
 
 class ServedModel:
     """Immutable; any thread. ``max_model_len`` is the model's own, ``vocab_size`` bounds ids that a
-    client may name, ``created`` is in seconds since 1970."""
+    client may name, ``created`` is in seconds since 1970. ``vision``: the model sees; ``expects_encoder``:
+    this deployment has workers for that."""
 
     def __init__(
         self,
@@ -49,18 +50,22 @@ class ServedModel:
         vocab_size: int,
         created: int = 0,
         image_limits: ImageLimits | None = None,
+        expects_encoder: bool = True,
     ) -> None:
         self.name = name
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.created = created
         self.vision = processor.image_token_id is not None
+        self.expects_encoder = expects_encoder
         self._tokenizer = tokenizer
         self._processor = processor
         self._image_limits = image_limits or ImageLimits()
 
-    def render(self, request: InferenceRequest) -> Prompt:
-        """The prompt of a request. Raises InvalidRequest and its kin, and what is wrong with media."""
+    def render(self, request: InferenceRequest, context: int | None = None) -> Prompt:
+        """The prompt of a request. ``context``: tokens that are served; None = the model's own length.
+        Raises InvalidRequest and its kin, and what is wrong with media."""
+        context = context or self.max_model_len
         image_token_id = self._processor.image_token_id
         if request.prompt_token_ids is not None:
             return Prompt(check_prompt_ids(request.prompt_token_ids, image_token_id=image_token_id))
@@ -70,10 +75,10 @@ class ServedModel:
                     request.prompt,
                     self._tokenizer,
                     image_token_id=image_token_id,
-                    max_model_len=self.max_model_len,
+                    max_model_len=context,
                 )
             )
-        return self._render_chat(request.messages or (), request.cache_salt)
+        return self._render_chat(request.messages or (), request.cache_salt, context)
 
     def choice(self, index: int, request: InferenceRequest) -> Choice:
         """The output path of one choice."""
@@ -90,7 +95,7 @@ class ServedModel:
         """Each token's own bytes."""
         return [self._tokenizer.token_bytes(token_id) for token_id in token_ids]
 
-    def _render_chat(self, messages: Sequence[Message], salt: str) -> Prompt:
+    def _render_chat(self, messages: Sequence[Message], salt: str, context: int) -> Prompt:
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         # The template writes roles between its control tokens: no other text may get there.
@@ -112,7 +117,7 @@ class ServedModel:
             self._tokenizer,
             image_rows=[processor.num_rows(header.width, header.height) for header in headers],
             image_token_id=processor.image_token_id,
-            max_model_len=self.max_model_len,
+            max_model_len=context,
         )
         hashes = [mm_hash(data, processor_version=processor.version, salt=salt) for data in images]
         media = tuple(
@@ -122,7 +127,9 @@ class ServedModel:
         return Prompt(rendered.token_ids, media, dict(zip(hashes, images, strict=True)))
 
 
-def load_model(config: ModelConfig, limits: LimitsConfig, created: int) -> ServedModel:
+def load_model(
+    config: ModelConfig, limits: LimitsConfig, created: int, *, expects_encoder: bool = True
+) -> ServedModel:
     """Read a model directory. Raises ConfigError."""
     path = Path(config.path)
     tokenizer = Tokenizer.load(path)
@@ -141,6 +148,7 @@ def load_model(config: ModelConfig, limits: LimitsConfig, created: int) -> Serve
         vocab_size=vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size,
         created=created,
         image_limits=image_limits(limits),
+        expects_encoder=expects_encoder,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shared.clock import Clock
-from shared.errors import Cancelled, InvalidRequest, Overloaded, RateLimited, TriptychError
+from shared.errors import TriptychError
 from shared.telemetry import metrics
+from shared.telemetry.outcome import outcome_of
 from shared.telemetry.tracing import Span
 
 
@@ -54,15 +55,5 @@ class RequestProbe:
             metrics.E2E.observe(self._clock.now() - self._received)
         else:
             self._span.fail(error.code)
-        metrics.REQUESTS.labels(_outcome(error)).inc()
+        metrics.REQUESTS.labels(outcome_of(error)).inc()
         self._span.end()
-
-
-def _outcome(error: TriptychError | None) -> str:
-    if error is None:
-        return "ok"
-    if isinstance(error, Cancelled):
-        return "aborted"
-    if isinstance(error, (Overloaded, RateLimited)):
-        return "rejected"
-    return "invalid" if isinstance(error, InvalidRequest) or error.http_status < 500 else "failed"

@@ -1,4 +1,5 @@
-"""OpenAI request bodies to inference requests: owns defaults and cross-field rules; not field shapes."""
+"""OpenAI request bodies to inference requests: owns defaults and the rules between fields of this API;
+neither field shapes (``schema``) nor the bounds that every front end has (``shared.types.bounds``)."""
 
 from __future__ import annotations
 
@@ -7,17 +8,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from shared.api.schema import (
-    MAX_STOP_BYTES,
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
-    GenerationBody,
-    TextPart,
-    decode_body,
-)
-from shared.errors import ContextLengthExceeded, InvalidRequest, TriptychError
+from shared.api.schema import ChatBody, ChatMessage, CompletionBody, GenerationBody, TextPart, decode_body
+from shared.errors import InvalidRequest, TriptychError
 from shared.types import inference
+from shared.types.bounds import check_picture, check_request
 from shared.types.inference import ImagePart, InferenceRequest, Message, ModelCard
 from shared.types.request import SamplingParams
 
@@ -75,22 +69,25 @@ def parse_chat(fields: dict[str, Any], card: ModelCard, read_image: ReadImage, l
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        message = "max_tokens and max_completion_tokens differ; max_completion_tokens alone is enough"
+        raise InvalidRequest(message, param="max_tokens")
     max_tokens = body.max_completion_tokens or body.max_tokens or 0
     messages = tuple(
         _message(message, f"messages[{index}]", card, read_image)
         for index, message in enumerate(body.messages)
     )
-    request = _request(body, card, labels, _sampling(body, card, max_tokens, num_logprobs), messages=messages)
+    request = _request(body, card, labels, _sampling(body, max_tokens, num_logprobs), messages=messages)
     return ApiCall((request,), _options(body))
 
 
 def parse_completion(fields: dict[str, Any], card: ModelCard, labels: CallLabels) -> ApiCall:
     """A text completion of one or more prompts. Raises InvalidRequest."""
     body = decode_body(fields, CompletionBody)
-    prompts = _prompts(body.prompt, card)
+    prompts = _prompts(body.prompt)
     if len(prompts) * (body.n or 1) > _MAX_PROMPT_CHOICES:
         raise InvalidRequest(f"at most {_MAX_PROMPT_CHOICES} choices over all prompts", param="prompt")
-    sampling = _sampling(body, card, body.max_tokens or _COMPLETION_MAX_TOKENS, body.logprobs)
+    sampling = _sampling(body, body.max_tokens or _COMPLETION_MAX_TOKENS, body.logprobs)
     requests = tuple(
         _request(body, card, labels, sampling, prompt=prompt)
         if isinstance(prompt, str)
@@ -103,7 +100,7 @@ def parse_completion(fields: dict[str, Any], card: ModelCard, labels: CallLabels
 def _request(
     body: GenerationBody, card: ModelCard, labels: CallLabels, sampling: SamplingParams, **prompt: Any
 ) -> InferenceRequest:
-    return InferenceRequest(
+    request = InferenceRequest(
         model=card.name,
         sampling=sampling,
         n=body.n or 1,
@@ -117,6 +114,8 @@ def _request(
         traceparent=labels.traceparent,
         **prompt,
     )
+    check_request(request, card)
+    return request
 
 
 def _options(body: GenerationBody) -> ResponseOptions:
@@ -134,17 +133,8 @@ def _options(body: GenerationBody) -> ResponseOptions:
     )
 
 
-def _sampling(
-    body: GenerationBody, card: ModelCard, max_tokens: int, num_logprobs: int | None
-) -> SamplingParams:
+def _sampling(body: GenerationBody, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
     """``max_tokens`` 0 = as many as the context allows."""
-    if max_tokens > card.max_model_len:
-        message = f"max_tokens is over the model's context of {card.max_model_len} tokens"
-        raise ContextLengthExceeded(message, param="max_tokens")
-    min_tokens = body.min_tokens or 0
-    if min_tokens > (max_tokens or card.max_model_len):
-        raise InvalidRequest("min_tokens is over max_tokens", param="min_tokens")
-    _check_ids(body.stop_token_ids or (), card, "stop_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(body.temperature, 1.0),
@@ -154,10 +144,10 @@ def _sampling(
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(body.logit_bias or {}, card),
+        logit_bias=_logit_bias(body.logit_bias or {}),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        min_tokens=min_tokens,
+        min_tokens=body.min_tokens or 0,
         logprobs=num_logprobs,
     )
 
@@ -167,26 +157,16 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _stops(body: GenerationBody) -> tuple[str, ...]:
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if any(len(stop.encode()) > MAX_STOP_BYTES for stop in stops):
-        raise InvalidRequest(f"a stop string may have at most {MAX_STOP_BYTES} bytes", param="stop")
-    return stops
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def _logit_bias(bias: dict[str, float], card: ModelCard) -> tuple[tuple[int, float], ...]:
+def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     if not all(key.isascii() and key.isdecimal() and len(key) <= 10 for key in bias):
         raise InvalidRequest("logit_bias keys must be token ids", param="logit_bias")
-    pairs = {int(key): value for key, value in bias.items()}
-    _check_ids(pairs, card, "logit_bias")
-    return tuple(sorted(pairs.items()))
+    return tuple(sorted({int(key): value for key, value in bias.items()}.items()))
 
 
-def _check_ids(token_ids: Any, card: ModelCard, param: str) -> None:
-    if any(not 0 <= token_id < card.vocab_size for token_id in token_ids):
-        raise InvalidRequest(f"{param} has a token id outside the vocabulary", param=param)
-
-
-def _prompts(prompt: Any, card: ModelCard) -> list[str | list[int]]:
+def _prompts(prompt: Any) -> list[str | list[int]]:
     """The four shapes as a list of prompts."""
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
@@ -203,7 +183,6 @@ def _prompts(prompt: Any, card: ModelCard) -> list[str | list[int]]:
             continue
         if not isinstance(item, list) or any(type(token_id) is not int for token_id in item):
             raise InvalidRequest("prompt must be a string, token ids, or a list of either", param="prompt")
-        _check_ids(item, card, "prompt")
     return prompts
 
 
@@ -214,7 +193,7 @@ def _message(message: ChatMessage, where: str, card: ModelCard, read_image: Read
             raise InvalidRequest(
                 "this role is not supported yet", param=f"{where}.role", code="not_supported"
             )
-        raise InvalidRequest("unknown role", param=f"{where}.role")
+        raise InvalidRequest(f"unknown role; known are {', '.join(_ROLES)}", param=f"{where}.role")
     for name in _MESSAGE_FIELDS_NOT_YET:
         if getattr(message, name):
             raise InvalidRequest(
@@ -230,8 +209,7 @@ def _message(message: ChatMessage, where: str, card: ModelCard, read_image: Read
             parts.append(inference.TextPart(part.text))
             continue
         path = f"{where}.content[{index}]"
-        if role != "user" or not card.vision:
-            raise InvalidRequest("images are not accepted here", param=path)
+        check_picture(role, card, path)
         parts.append(ImagePart(_read_image(part.image_url.url, read_image, f"{path}.image_url.url")))
     return Message(role, tuple(parts))
 
@@ -240,5 +218,5 @@ def _read_image(url: str, read_image: ReadImage, path: str) -> bytes:
     try:
         return read_image(url)
     except TriptychError as error:
-        error.param = error.param or path
+        error.param = path
         raise

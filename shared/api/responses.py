@@ -126,12 +126,12 @@ def add_usage(total: Usage, more: Usage) -> Usage:
     )
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """Usage as OpenAI writes it."""
+def usage_json(usage: Usage, *, cached_known: bool = True) -> dict[str, Any]:
+    """Usage as OpenAI writes it; without a word on cached tokens while they are not known."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens} if cached_known else None,
         "completion_tokens_details": {"reasoning_tokens": 0},
     }

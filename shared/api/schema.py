@@ -9,10 +9,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.errors import InvalidRequest
+from shared.types import bounds
 
-MAX_CHOICES = 16
-MAX_STOP_BYTES = 256
-MAX_TOP_LOGPROBS = 20
 _INT64 = (1 << 63) - 1
 
 #: Accepted for the sake of clients, without effect.
@@ -64,8 +62,10 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 Probability = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
+Penalty = Annotated[float, Meta(ge=-bounds.MAX_PENALTY, le=bounds.MAX_PENALTY)]
+Bias = Annotated[float, Meta(ge=-bounds.MAX_BIAS, le=bounds.MAX_BIAS)]
+Logprobs = Annotated[int, Meta(ge=0, le=bounds.MAX_TOP_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=bounds.MAX_STOP_BYTES)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -79,30 +79,28 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str
     max_tokens: Annotated[int, Meta(ge=1, le=_INT64)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=bounds.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Probability | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    n: Annotated[int, Meta(ge=1, le=bounds.MAX_CHOICES)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=bounds.MAX_STOPS)] | None = None
     seed: Annotated[int, Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
-    ) = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=bounds.MAX_LOGIT_BIAS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=bounds.MAX_REPETITION_PENALTY)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=bounds.MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_INT64)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_LABEL_CHARS)] | None = None
 
 
 class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -136,14 +134,14 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT64)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Logprobs | None = None
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """``prompt``: a string, ids, or a list of either."""
 
     prompt: Any
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -171,6 +169,8 @@ def decode_body(fields: dict[str, Any], kind: type[Body]) -> Body:
 _PROBLEM = re.compile(r"(.*?)(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
 _NAMED_FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]{1,64})`?")
 _ECHO = re.compile(r"Invalid (?:enum )?value '.*'", re.DOTALL)
+_PART_TYPE = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
+_PART_TYPES = " and ".join(str(part.__struct_config__.tag) for part in (TextPart, ImageUrlPart))
 
 
 def _explain(problem: str) -> InvalidRequest:
@@ -181,6 +181,8 @@ def _explain(problem: str) -> InvalidRequest:
     if named:
         path = f"{path}.{named[1]}" if path else named[1]
     text = _ECHO.sub("value not supported", text)
+    if _PART_TYPE.fullmatch(path) and "value not supported" in text:
+        text = f"this type of part is not served; {_PART_TYPES} are"
     code = "unknown_field" if "unknown field" in text else "invalid_value"
     where = path[:128] or None
     return InvalidRequest(f"{where or 'body'}: {text[:160]}", param=where, code=code)

@@ -50,10 +50,15 @@ class ChunkWriter(ABC):
         self._prompt_ids: dict[int, tuple[int, ...]] = {}
         self._usage = Usage(0, 0)
         self._counted = Usage(0, 0)
+        self._num_running = 0
 
     def write(self, prompt: int, outputs: Sequence[Output]) -> bytes:
         """The events of outputs of the request with this index; perhaps none."""
         events: list[bytes] = []
+        # Usage comes last, often with the last token, whose chunk then tells the same.
+        if outputs and isinstance(last := outputs[-1], Usage):
+            self._usage = add_usage(self._usage, last)
+            self._num_running -= 1
         for output in outputs:
             if isinstance(output, Delta):
                 index = prompt * self._n + output.choice
@@ -66,8 +71,6 @@ class ChunkWriter(ABC):
                     events.append(self._finish(index, output))
             elif isinstance(output, Accepted):
                 events.append(self._accept(prompt, output))
-            else:
-                self._usage = add_usage(self._usage, output)
         return b"".join(events)
 
     def finish(self) -> bytes:
@@ -85,6 +88,7 @@ class ChunkWriter(ABC):
         indices = range(prompt * self._n, (prompt + 1) * self._n)
         for index in indices:
             self._openings[index] = self._choice_opening(index) + self.text_open
+        self._num_running += 1
         self._counted = add_usage(self._counted, Usage(len(accepted.prompt_token_ids), 0))
         if self._options.return_token_ids:
             self._prompt_ids[prompt] = accepted.prompt_token_ids
@@ -117,7 +121,10 @@ class ChunkWriter(ABC):
     def _closing(self) -> bytes:
         if not self._options.continuous_usage:
             return self._tail
-        return b',"usage":' + _encode(usage_json(self._counted)) + b"}\n\n"
+        # Cached tokens are known of a request once it has ended.
+        known = not self._num_running
+        counted = add_usage(self._counted, Usage(0, 0, self._usage.cached_tokens)) if known else self._counted
+        return b',"usage":' + _encode(usage_json(counted, cached_known=known)) + b"}\n\n"
 
     @abstractmethod
     def _first_events(self, indices: range, accepted: Accepted) -> bytes:

@@ -138,8 +138,8 @@ class RoutingConfig:
     A worker that says nothing, or whose engine does not move, gets no new work after ``suspect_s``; it is
     lost after ``lost_s`` of silence or ``stall_s`` without a turn of its engine (a step may be long).
 
-    ``placement``: "cost" lets a decode worker compute a prompt itself where that is measured to be cheaper than
-    a prefill worker and the handoff; "apart" never does while there is a prefill worker.
+    ``placement``: "cost" lets a decode worker compute a prompt itself where that is measured to be cheaper
+    than a prefill worker and the handoff; "apart" never does while there is a prefill worker.
 
     ``phases``: the kinds of workers without which the router does not call itself ready (an encoder only
     for models that see). One kind fewer is a deployment that serves without it.
@@ -169,9 +169,13 @@ class TelemetryConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """The process itself. ``failpoints`` arms faults for tests (see ``shared.failpoints``)."""
+    """The process itself. ``failpoints`` arms faults for tests (see ``shared.failpoints``).
+
+    ``tp_size``: ranks that share the kv_heads of a prefill or decode worker; others take no notice of it.
+    """
 
     num_threads: int = ranged(1, 1, 1024)
+    tp_size: int = ranged(1, 1, 32)
     drain_s: float = ranged(10.0, 0, 3600)
     batch_invariant: bool = False
     failpoints: str = ""

@@ -1,7 +1,7 @@
 """Bounds of what a peer may send, and the refusal of what lies outside them.
 
-Owns limits and words. Every failure is an InvalidRequest that names the field and never echoes the
-value.
+Owns limits and words; what a client may ask for is bounded in ``shared.types.bounds``. Every failure is an
+InvalidRequest that names the field and never echoes the value.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from shared.errors import InvalidRequest
+from shared.types import bounds
 
 V = TypeVar("V")
 
@@ -28,12 +29,10 @@ MAX_ENDPOINTS = 16
 MAX_ENDPOINT_BYTES = 64 << 10
 MAX_HASH_BYTES = 64
 MAX_ITEMS = 4096
-MAX_CHOICES = 128
-MAX_LOGPROBS = 1024
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_IDS = 128
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
+MAX_CHOICES = bounds.MAX_CHOICES
+MAX_LOGPROBS = bounds.MAX_TOP_LOGPROBS
+MAX_LOGIT_BIAS = bounds.MAX_LOGIT_BIAS
+MAX_STOP_IDS = bounds.MAX_STOP_IDS
 MAX_SECONDS = 86400.0 * 365
 
 

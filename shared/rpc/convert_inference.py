@@ -59,13 +59,13 @@ def _inference_to_wire(request: InferenceRequest) -> pb.GenerateRequest:
 
 
 def inference_from_wire(wire: pb.GenerateRequest) -> InferenceRequest:
-    """Shapes and ranges only: names, lengths and ids are judged against the model by the router."""
+    """Shapes only, and ranges where records have them: the router judges the rest, as for every front end
+    (``shared.types.bounds``)."""
     kind = wire.WhichOneof("input")
     if kind is None:
         raise checks.refuse("input", "is missing")
     checks.present(wire, "sampling")
     checks.count("messages", wire.chat.messages, checks.MAX_ITEMS)
-    checks.count("stop", wire.stop, checks.MAX_STOPS)
     has_deadline = wire.HasField("deadline_s")
     return InferenceRequest(
         model=checks.text("model", wire.model, required=True),
@@ -73,17 +73,17 @@ def inference_from_wire(wire: pb.GenerateRequest) -> InferenceRequest:
         messages=tuple([_message_from_wire(m) for m in wire.chat.messages]) if kind == "chat" else None,
         prompt=checks.text("prompt", wire.prompt, checks.MAX_TEXT_CHARS) if kind == "prompt" else None,
         prompt_token_ids=checks.token_ids("tokens", wire.tokens.token_ids) if kind == "tokens" else None,
-        n=checks.number("n", wire.n, checks.MAX_CHOICES, 1) if wire.HasField("n") else 1,
+        n=wire.n if wire.HasField("n") else 1,
         seed=wire.seed if wire.HasField("seed") else None,
-        stop=tuple([checks.text("stop", s, checks.MAX_STOP_CHARS, required=True) for s in wire.stop]),
+        stop=tuple(wire.stop),
         include_stop_str=wire.include_stop_str,
         skip_special_tokens=wire.skip_special_tokens if wire.HasField("skip_special_tokens") else True,
-        cache_salt=checks.text("cache_salt", wire.cache_salt),
+        cache_salt=wire.cache_salt,
         priority=wire.priority,
         deadline_s=checks.real("deadline_s", wire.deadline_s, 0, checks.MAX_SECONDS)
         if has_deadline
         else None,
-        label=checks.text("label", wire.label, checks.MAX_ID_CHARS),
+        label=wire.label,
         traceparent=checks.text("traceparent", wire.traceparent, checks.MAX_ID_CHARS),
     )
 
@@ -111,7 +111,7 @@ def _part_from_wire(wire: pb.MessagePart) -> TextPart | ImagePart:
         case "image":
             return ImagePart(wire.image)
         case _:
-            raise checks.refuse("messages.parts", "has a part of an unknown kind")
+            raise checks.refuse("messages.parts", "has a part of an unknown kind; text and image are known")
 
 
 def output_to_wire(output: Output) -> pb.Output:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from shared.rpc import checks
+from shared.types import bounds
 from shared.types.request import GenerationRequest, MediaItem, SamplingParams, TokenLogprobs
 from triptych.v1 import common_pb2 as pb
-
-_MAX_PENALTY = 100.0
-_MAX_BIAS = 1e6
 
 FINISH_TO_WIRE: dict[str, pb.FinishReason.ValueType] = {
     "": pb.FINISH_REASON_UNSPECIFIED,
@@ -40,26 +38,25 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_wire(wire: pb.SamplingParams) -> SamplingParams:
-    real, number = checks.real, checks.number
+    real, number, penalty = checks.real, checks.number, bounds.MAX_PENALTY
     repetition = wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0
     if not repetition > 0:
         raise checks.refuse("repetition_penalty", "must be above 0")
     top_p = wire.top_p if wire.HasField("top_p") else 1.0
     if not top_p > 0:
         raise checks.refuse("top_p", "must be above 0")
+    temperature = wire.temperature if wire.HasField("temperature") else 1.0
     checks.count("logit_bias", wire.logit_bias, checks.MAX_LOGIT_BIAS)
     return SamplingParams(
         max_tokens=number("max_tokens", wire.max_tokens, checks.MAX_TOKENS),
-        temperature=real(
-            "temperature", wire.temperature if wire.HasField("temperature") else 1.0, 0.0, 100.0
-        ),
+        temperature=real("temperature", temperature, 0.0, bounds.MAX_TEMPERATURE),
         top_k=number("top_k", wire.top_k, checks.MAX_TOKEN_ID),
         top_p=real("top_p", top_p, 0.0, 1.0),
         min_p=real("min_p", wire.min_p, 0.0, 1.0),
         seed=wire.seed,
-        repetition_penalty=real("repetition_penalty", repetition, 0.0, _MAX_PENALTY),
-        presence_penalty=real("presence_penalty", wire.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY),
-        frequency_penalty=real("frequency_penalty", wire.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY),
+        repetition_penalty=real("repetition_penalty", repetition, 0.0, bounds.MAX_REPETITION_PENALTY),
+        presence_penalty=real("presence_penalty", wire.presence_penalty, -penalty, penalty),
+        frequency_penalty=real("frequency_penalty", wire.frequency_penalty, -penalty, penalty),
         logit_bias=tuple([_bias_from_wire(entry) for entry in wire.logit_bias]),
         stop_token_ids=checks.token_ids("stop_token_ids", wire.stop_token_ids, checks.MAX_STOP_IDS),
         ignore_eos=wire.ignore_eos,
@@ -72,7 +69,7 @@ def sampling_from_wire(wire: pb.SamplingParams) -> SamplingParams:
 
 def _bias_from_wire(wire: pb.LogitBias) -> tuple[int, float]:
     token = checks.number("logit_bias.token_id", wire.token_id, checks.MAX_TOKEN_ID)
-    return token, checks.real("logit_bias.bias", wire.bias, -_MAX_BIAS, _MAX_BIAS)
+    return token, checks.real("logit_bias.bias", wire.bias, -bounds.MAX_BIAS, bounds.MAX_BIAS)
 
 
 def logprobs_to_wire(entry: TokenLogprobs) -> pb.TokenLogprobs:

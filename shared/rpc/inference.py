@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from shared.errors import TriptychError
 from shared.rpc import checks
 from shared.rpc.client import open_channel, typed_errors
 from shared.rpc.convert_inference import (
@@ -20,12 +21,15 @@ from shared.rpc.convert_inference import (
     output_from_wire,
     output_to_wire,
 )
-from shared.rpc.server import MAX_MESSAGE_BYTES
+from shared.telemetry import metrics
+from shared.telemetry.outcome import outcome_of
 from shared.types.inference import InferenceRequest, InferenceService, ModelCard, Output
 from triptych.v1 import inference_pb2 as pb
 from triptych.v1 import inference_pb2_grpc
 
 CALL_TIMEOUT_S = 5.0
+#: What a client sends at most; how much a server takes is its configuration's business.
+MAX_REQUEST_BYTES = 64 << 20
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -40,7 +44,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: object
     ) -> AsyncIterator[pb.GenerateResponse]:
-        batches = self._service.generate(inference_from_wire(request))
+        batches = self._service.generate(_read(request))
         try:
             async for outputs in batches:
                 yield pb.GenerateResponse(outputs=[output_to_wire(output) for output in outputs])
@@ -61,10 +65,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ReadyResponse(ready=await self._service.ready())
 
 
+def _read(wire: pb.GenerateRequest) -> InferenceRequest:
+    """As ``inference_from_wire``; a refusal is counted, since the service never sees that request."""
+    try:
+        return inference_from_wire(wire)
+    except TriptychError as error:
+        metrics.REQUESTS.labels(outcome_of(error)).inc()
+        raise
+
+
 class InferenceClient:
     """The InferenceService behind a router's gRPC address; event loop only."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, address: str, *, max_message_bytes: int = MAX_REQUEST_BYTES) -> None:
         self._channel = open_channel(address, max_message_bytes=max_message_bytes)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 

@@ -15,11 +15,13 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from shared.errors import ConfigError, InternalError, InvalidRequest, TriptychError
+from shared.errors import ConfigError, InternalError, InvalidRequest, RequestTooLarge, TriptychError
 from shared.rpc.status import status_of
 from shared.telemetry.logs import get_logger
 
 MAX_MESSAGE_BYTES = 4 << 20
+#: gRPC itself refuses what is over this many times the cap, with no error of ours; up to there we do.
+_HARD_CAP = 2
 _OWN_METHODS = "/triptych."
 _INTERNAL = InternalError("internal error")
 
@@ -27,7 +29,8 @@ log = get_logger(__name__)
 
 
 class RpcServer:
-    """One listening server. Add servicers, ``start``, later ``stop``; all on the event loop."""
+    """One listening server. Add servicers, ``start``, later ``stop``; all on the event loop. A message over
+    ``max_message_bytes`` is refused with RequestTooLarge."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, *, max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -36,9 +39,9 @@ class RpcServer:
         self._port = port
         self._health = HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[ErrorInterceptor(max_message_bytes)],
             options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_receive_message_length", _HARD_CAP * max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 # Two servers on one port would share its connections silently.
                 ("grpc.so_reuseport", 0),
@@ -78,10 +81,14 @@ class RpcServer:
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Turns what a servicer raises into a status: a TriptychError into its own, everything else into
-    INTERNAL with a constant message and a log line. Malformed bytes are an InvalidRequest.
+    INTERNAL with a constant message and a log line. Malformed bytes are an InvalidRequest, too many a
+    RequestTooLarge.
 
     Stream answers must be async generators; they are closed at once when the call ends.
     """
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
 
     async def intercept_service(
         self,
@@ -92,16 +99,26 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         method = handler_call_details.method
         if handler is None or not method.startswith(_OWN_METHODS):
             return handler
-        return _guarded(handler, method)
+        return _guarded(handler, method, self._max_message_bytes)
 
 
-def _guarded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+def _guarded(handler: Any, method: str, max_bytes: int) -> grpc.RpcMethodHandler[Any, Any]:
     """The same handler; bytes are parsed inside it, where a failure can be typed."""
     inner = getattr(handler, _KIND[handler.request_streaming, handler.response_streaming])
-    parse = handler.request_deserializer
 
-    def parsed(raw: Any) -> Any:
-        return _parse_all(parse, raw) if handler.request_streaming else _parse(parse, raw)
+    def parse(raw: bytes) -> Any:
+        if len(raw) > max_bytes:
+            raise RequestTooLarge(f"a message may have at most {max_bytes} bytes")
+        try:
+            return handler.request_deserializer(raw)
+        except DecodeError:
+            raise InvalidRequest("the message is malformed") from None
+
+    async def parse_all(raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in raws:
+            yield parse(raw)
+
+    parsed = parse_all if handler.request_streaming else parse
 
     async def single(raw: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
@@ -134,18 +151,6 @@ _KIND = {
     (True, False): "stream_unary",
     (True, True): "stream_stream",
 }
-
-
-def _parse(parse: Callable[[bytes], Any], raw: bytes) -> Any:
-    try:
-        return parse(raw)
-    except DecodeError:
-        raise InvalidRequest("the message is malformed") from None
-
-
-async def _parse_all(parse: Callable[[bytes], Any], raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    async for raw in raws:
-        yield _parse(parse, raw)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:

@@ -56,7 +56,9 @@ LATE_EVENTS = _counter("late_events", "Events dropped since their attempt or wor
 # Steps, at a worker.
 
 STEPS = _counter("steps", "Engine steps")
-STEP_SECONDS = _seconds("step", "Engine time for one step: its launch, and the wait for its result", buckets=_SHORT_SECONDS)
+STEP_SECONDS = _seconds(
+    "step", "Engine time for one step: its launch, and the wait for its result", buckets=_SHORT_SECONDS
+)
 STEP_TOKENS = Histogram(
     "triptych_step_tokens",
     "Tokens computed in a step",

@@ -7,12 +7,18 @@ import io
 import json
 import struct
 import zlib
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 import pytest
 from PIL import Image
 
+from shared.errors import RequestTooLarge, TriptychError
+from shared.rpc.inference import InferenceClient
+from shared.types.inference import ImagePart, InferenceRequest, Message, Usage
+from shared.types.request import SamplingParams
 from tests.e2e.serving import Serving
 
 pytestmark = pytest.mark.e2e
@@ -50,8 +56,8 @@ def data_url(data: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def png(width: int, height: int, rows: bytes | None = None) -> bytes:
-    """A PNG that claims this size, whatever its rows are."""
+def png(width: int, height: int, rows: bytes | None = None, note: bytes = b"") -> bytes:
+    """A PNG that claims this size, whatever its rows are; ``note`` is for nobody to read."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -59,6 +65,8 @@ def png(width: int, height: int, rows: bytes | None = None) -> bytes:
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     rows = bytes(height * (1 + 3 * width)) if rows is None else rows
     body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    if note:
+        body = chunk(b"IHDR", head) + chunk(b"noTe", note) + body.removeprefix(chunk(b"IHDR", head))
     return b"\x89PNG\r\n\x1a\n" + body
 
 
@@ -95,6 +103,7 @@ BAD = [
     chat("message without content", 400, "invalid_value", messages=[{"role": "user"}]),
     chat("unknown role", 400, "invalid_value", messages=[{"role": "root", "content": "hi"}]),
     chat("messages of a wrong type", 400, "invalid_value", messages="hi"),
+    chat("two lengths", 400, "invalid_value", max_tokens=4, max_completion_tokens=5),
     chat("top_logprobs alone", 400, "invalid_value", top_logprobs=3),
     completion("empty prompt", 400, "invalid_value", prompt=""),
     completion("prompt of a wrong type", 400, "invalid_value", prompt={"a": 1}),
@@ -163,6 +172,52 @@ async def test_it_is_refused_and_the_next_one_answered(witness: Serving, bad: Ba
         await refuse(http, bad)
         good = await http.post(COMPLETIONS, json=GOOD)
         assert good.status_code == 200 and good.json()["usage"]["completion_tokens"] == 4
+
+
+#: The same bounds, reached by the other front end.
+BAD_RECORDS: dict[str, dict[str, Any]] = {
+    "n": {"n": 17},
+    "stop": {"stop": ("a",) * 5},
+    "cache_salt": {"cache_salt": "x" * 257},
+    "temperature": {"sampling": SamplingParams(4, temperature=3.0)},
+    "messages[0].content[0]": {"prompt": None, "messages": (Message("system", (ImagePart(png(32, 32)),)),)},
+    "prompt": {"prompt": "a" * 3000},
+    "model": {"model": "gpt-4"},
+}
+
+
+@pytest.fixture
+async def rpc(witness: Serving) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient(witness.specs[0].grpc_address)
+    yield client
+    await client.close()
+
+
+@pytest.mark.parametrize("param", BAD_RECORDS)
+async def test_grpc_refuses_the_same_and_each_is_counted_once(
+    witness: Serving, rpc: InferenceClient, param: str
+) -> None:
+    before = witness.metrics("router").value("triptych_requests_total", outcome="invalid")
+    request = InferenceRequest("witness", SamplingParams(4), prompt="hi")
+    with pytest.raises(TriptychError) as refused:
+        await anext(rpc.generate(msgspec.structs.replace(request, **BAD_RECORDS[param])))
+    assert (refused.value.http_status < 500, refused.value.param) == (True, param)
+    assert witness.metrics("router").value("triptych_requests_total", outcome="invalid") == before + 1
+
+
+async def test_grpc_takes_a_picture_as_large_as_http_does_and_no_larger_request(
+    rpc: InferenceClient,
+) -> None:
+    def ask(*pictures: bytes) -> InferenceRequest:
+        parts = tuple(ImagePart(picture) for picture in pictures)
+        return InferenceRequest("witness", SamplingParams(4), messages=(Message("user", parts),))
+
+    large = png(32, 32, note=bytes(6 << 20))
+    outputs = [output async for batch in rpc.generate(ask(large)) for output in batch]
+    assert isinstance(outputs[-1], Usage) and outputs[-1].completion_tokens > 0
+    for pictures in ((png(32, 32, note=bytes(17 << 20)),), (large,) * 6):
+        with pytest.raises(RequestTooLarge):
+            await anext(rpc.generate(ask(*pictures)))
 
 
 #: These look like pictures from outside; what they are is seen where pixels are decoded.

@@ -6,21 +6,24 @@ import asyncio
 from typing import Any
 
 from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
 
 from services.router.gateway.limits import GatewayLimits
 from shared.api.strict_json import parse_object
-from shared.errors import RequestTooLarge, UnsupportedMedia
+from shared.errors import Cancelled, RequestTooLarge, UnsupportedMedia
 
 
 async def read_json(request: Request, limits: GatewayLimits) -> dict[str, Any]:
-    """The JSON object of a request. Raises UnsupportedMedia, RequestTooLarge, InvalidRequest, or
-    HTTPException 408 when the client sends it too slowly."""
+    """The JSON object of a request. Raises UnsupportedMedia, RequestTooLarge, InvalidRequest, Cancelled when
+    the client leaves before its end, or HTTPException 408 when it sends too slowly."""
     _check_media_type(request)
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             body = await _read(request, limits.max_body)
     except TimeoutError:
         raise HTTPException(408, "the body came too slowly") from None
+    except ClientDisconnect:
+        raise Cancelled("the client went away") from None
     return parse_object(body)
 
 

@@ -1,8 +1,11 @@
-"""Errors as HTTP responses: owns the mapping of exceptions to OpenAI's form."""
+"""Errors as HTTP responses: owns the mapping of exceptions to OpenAI's form, and the count of those that
+kept a request from the router."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -11,7 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from shared.api.errors import error_headers, error_json
-from shared.errors import TriptychError
+from shared.errors import InternalError, InvalidRequest, TriptychError
+from shared.telemetry import metrics
+from shared.telemetry.outcome import outcome_of
 
 #: Type and code of errors that HTTP itself makes.
 _BY_STATUS = {
@@ -43,6 +48,24 @@ def http_error_json(status: int, message: str) -> bytes:
     kind, code = _BY_STATUS.get(status, ("invalid_request_error", "invalid_request"))
     fields = {"message": message, "type": kind, "param": None, "code": code}
     return msgspec.json.encode({"error": fields})
+
+
+@contextmanager
+def refusals_counted() -> Iterator[None]:
+    """Counts the error that the block ends with as the outcome of a request: the router counts only those
+    that reach it."""
+    try:
+        yield
+    except Exception as error:
+        metrics.REQUESTS.labels(outcome_of(_as_ours(error))).inc()
+        raise
+
+
+def _as_ours(error: Exception) -> TriptychError:
+    if isinstance(error, TriptychError):
+        return error
+    client_s = isinstance(error, HTTPException) and error.status_code < 500
+    return InvalidRequest("") if client_s else InternalError("")
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -9,7 +9,8 @@ from shared.types.inference import InferenceService
 
 
 def admin_router(service: InferenceService, version: str) -> APIRouter:
-    """GET /health (200 when every phase of the deployment has a live worker, else 503) and GET /version."""
+    """/health (200 when every phase of the deployment has a live worker, else 503) and /version, for GET and
+    HEAD."""
     router = APIRouter()
 
     async def health() -> Response:
@@ -20,6 +21,6 @@ def admin_router(service: InferenceService, version: str) -> APIRouter:
     async def show_version() -> Response:
         return JSONResponse({"version": version})
 
-    router.add_api_route("/health", health, methods=["GET"], response_model=None)
-    router.add_api_route("/version", show_version, methods=["GET"], response_model=None)
+    router.add_api_route("/health", health, methods=["GET", "HEAD"], response_model=None)
+    router.add_api_route("/version", show_version, methods=["GET", "HEAD"], response_model=None)
     return router

@@ -10,13 +10,14 @@ from fastapi.responses import JSONResponse, Response
 
 from services.router.gateway.body import read_json
 from services.router.gateway.calls import TokenNames, disconnected, generate_all, run_unless
+from services.router.gateway.errors import refusals_counted
 from services.router.gateway.limits import GatewayLimits
 from services.router.gateway.stream import StreamResponse
 from shared.api.openai import ApiCall, CallLabels, model_name, parse_chat, parse_completion
 from shared.api.responses import AnswerForm, ChatCollector, CompletionCollector, ResponseCollector
 from shared.api.sse import ChatChunks, ChunkWriter, CompletionChunks
-from shared.errors import ModelNotFound
 from shared.multimodal.image import ImageReader
+from shared.types.bounds import unknown_model
 from shared.types.inference import InferenceService, ModelCard
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -35,22 +36,25 @@ class OpenAIRoutes:
         router = APIRouter()
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         router.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
-        router.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        reading = ["GET", "HEAD"]
+        router.add_api_route("/v1/models", self.models, methods=reading, response_model=None)
+        router.add_api_route("/v1/models/{name:path}", self.model, methods=reading, response_model=None)
         return router
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        fields = await read_json(request, self._limits)
-        card = await self._card(model_name(fields))
-        call = parse_chat(fields, card, ImageReader(self._limits.images), _labels(request))
+        with refusals_counted():
+            fields = await read_json(request, self._limits)
+            card = await self._card(model_name(fields))
+            call = parse_chat(fields, card, ImageReader(self._limits.images), _labels(request))
         return await self._answer(request, card.name, call, ChatChunks, ChatCollector)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        fields = await read_json(request, self._limits)
-        card = await self._card(model_name(fields))
-        call = parse_completion(fields, card, _labels(request))
+        with refusals_counted():
+            fields = await read_json(request, self._limits)
+            card = await self._card(model_name(fields))
+            call = parse_completion(fields, card, _labels(request))
         return await self._answer(request, card.name, call, CompletionChunks, CompletionCollector)
 
     async def models(self) -> Response:
@@ -63,10 +67,11 @@ class OpenAIRoutes:
         return JSONResponse(_card_json(await self._card(name)))
 
     async def _card(self, name: str) -> ModelCard:
-        for card in await self._service.models():
+        cards = await self._service.models()
+        for card in cards:
             if card.name == name:
                 return card
-        raise ModelNotFound("no such model", param="model")
+        raise unknown_model(card.name for card in cards)
 
     async def _answer(
         self,

@@ -102,6 +102,14 @@ def test_running_usage_counts_tokens_so_far() -> None:
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
 
 
+def test_running_usage_says_what_was_cached_once_that_is_known() -> None:
+    chunks = events(ChatChunks(form(include_usage=True, continuous_usage=True)))
+    details = [chunk["usage"]["prompt_tokens_details"] for chunk in chunks]
+    # Known with the last tokens, whose chunk comes before the one with usage alone.
+    assert details == [None] * (len(chunks) - 2) + [{"cached_tokens": 2}] * 2
+    assert chunks[-2]["usage"] == chunks[-1]["usage"]
+
+
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_a_stream_adds_up_to_the_whole_answer(kind: str) -> None:
     options = {"logprobs": True, "return_token_ids": True}

@@ -36,7 +36,7 @@ def refused(call: Any, **fields: Any) -> TriptychError:
 def test_every_sampling_field_arrives() -> None:
     call = chat(
         max_completion_tokens=7,
-        max_tokens=9,
+        max_tokens=7,
         temperature=0,
         top_p=0.5,
         top_k=-1,
@@ -176,6 +176,12 @@ def test_a_length_beyond_the_context_has_its_own_code() -> None:
     assert refused(chat, max_tokens=3, min_tokens=4).param == "min_tokens"
 
 
+def test_two_lengths_that_differ_are_refused_and_either_is_enough() -> None:
+    assert refused(chat, max_tokens=9, max_completion_tokens=7).param == "max_tokens"
+    for fields in ({"max_tokens": 7}, {"max_completion_tokens": 7}):
+        assert chat(**fields).requests[0].sampling.max_tokens == 7
+
+
 def test_logprobs_of_both_kinds() -> None:
     assert chat(logprobs=False).requests[0].sampling.logprobs is None
     assert chat(logprobs=True).requests[0].sampling.logprobs == 0
@@ -236,6 +242,13 @@ def test_bad_messages_name_the_place(messages: Any, param: str) -> None:
 
 def test_an_odd_value_is_not_repeated() -> None:
     assert "SECRET" not in refused(chat, messages=[{"role": "user", "content": [{"type": "SECRET"}]}]).message
+
+
+def test_what_is_not_known_is_told_what_is() -> None:
+    part = refused(chat, messages=[{"role": "user", "content": [{"type": "video"}]}])
+    assert "text and image_url" in part.message
+    role = refused(chat, messages=[{"role": "wizard", "content": "x"}])
+    assert "system, developer, user, assistant" in role.message
 
 
 def test_parts_keep_their_order_and_roles_their_meaning() -> None:

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
 
 import openai
+import pytest
 import pytest_asyncio
-import uvicorn
 
-from services.router.gateway.app import create_app
 from services.router.gateway.limits import GatewayLimits
-from services.router.gateway.protocol import GatewayProtocol
+from services.router.gateway.server import GatewayServer
 from shared.clock import CountingEntropy
 from tests.unit.gateway.scripted import ScriptedService
 
-LIMITS = GatewayLimits(max_body=64 << 10, body_timeout_s=0.3, stall_s=0.1)
 
-
-@pytest_asyncio.fixture
-async def service() -> ScriptedService:
+@pytest.fixture
+def service() -> ScriptedService:
     return ScriptedService()
 
 
+@pytest.fixture
+def limits() -> GatewayLimits:
+    return GatewayLimits(max_body=64 << 10, body_timeout_s=0.3, stall_s=0.1)
+
+
 @pytest_asyncio.fixture
-async def address(service: ScriptedService) -> AsyncIterator[tuple[str, int]]:
+async def address(service: ScriptedService, limits: GatewayLimits) -> AsyncIterator[tuple[str, int]]:
     """Host and port of a running gateway."""
-    config = uvicorn.Config(
-        create_app(service, LIMITS, entropy=CountingEntropy()),
-        http=GatewayProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-    )
-    server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    yield listener.getsockname()
-    server.should_exit = server.force_exit = True
-    await serving
-    listener.close()
+    server = GatewayServer(service, limits, entropy=CountingEntropy())
+    yield "127.0.0.1", server.start("127.0.0.1", 0)
+    await server.stop()
 
 
 @pytest_asyncio.fixture

@@ -4,55 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from shared.errors import WorkerLost
 from tests.unit.gateway.scripted import ScriptedService
-
-Address = tuple[str, int]
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-
-
-class Reply(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def error(self) -> dict[str, Any]:
-        fields: dict[str, Any] = json.loads(self.body)["error"]
-        assert set(fields) == {"message", "type", "param", "code"}
-        assert isinstance(fields["code"], str)
-        return fields
-
-
-async def exchange(address: Address, data: bytes) -> Reply:
-    """Send raw bytes and read one reply to the end of its connection or its length."""
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(data)
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    status, *lines = head.strip().split("\r\n")
-    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-    length = headers.get("content-length")
-    body = await reader.readexactly(int(length)) if length is not None else b""
-    writer.close()
-    return Reply(int(status.split()[1]), headers, body)
-
-
-def post(body: bytes, path: str = "/v1/chat/completions", *headers: str, length: int | None = None) -> bytes:
-    given = {line.split(":")[0].lower() for line in headers}
-    lines = [f"POST {path} HTTP/1.1", "Host: x", *headers]
-    if "content-type" not in given:
-        lines.append("Content-Type: application/json")
-    if "transfer-encoding" not in given:
-        lines.append(f"Content-Length: {len(body) if length is None else length}")
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-def get(path: str, *headers: str) -> bytes:
-    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
+from tests.unit.gateway.wire import CHAT, Address, exchange, get, post
 
 
 @pytest.mark.parametrize(
@@ -172,6 +130,25 @@ async def test_http_errors_have_the_same_form(address: Address, data: bytes, sta
     reply = await exchange(address, data)
     assert (reply.status, reply.error["code"]) == (status, code)
     assert reply.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("path", ["/health", "/version", "/v1/models", "/v1/models/tiny"])
+async def test_what_can_be_read_has_a_head(address: Address, path: str) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(get(path, "Connection: close").replace(b"GET", b"HEAD", 1))
+    head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"content-type: application/json" in head
+    assert rest == b""
+    writer.close()
+
+
+async def test_an_unknown_model_is_told_which_are_served(address: Address) -> None:
+    body = json.dumps(CHAT | {"model": "SECRET"}).encode()
+    for data in (post(body), get("/v1/models/SECRET"), get("/v1/models/")):
+        reply = await exchange(address, data)
+        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+        assert "group/blind, tiny" in reply.error["message"]
+        assert "SECRET" not in reply.error["message"]
 
 
 async def test_health_and_version(address: Address, service: ScriptedService) -> None:

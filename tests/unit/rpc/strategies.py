@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from shared.rpc import checks
+from shared.types import bounds, store, transfer, worker
 from shared.types import inference as inf
-from shared.types import store, transfer, worker
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.kv import ITEM_BYTES, KVGroupSpec
 from shared.types.request import FINISH_REASONS, GenerationRequest, MediaItem, SamplingParams, TokenLogprobs
@@ -28,7 +28,8 @@ text = st.text(max_size=8)
 name = st.text(min_size=1, max_size=8)
 block_hash = st.binary(min_size=1, max_size=32)
 finish = st.sampled_from(("", *FINISH_REASONS))
-floats = st.floats(-100, 100)
+penalty = st.floats(-bounds.MAX_PENALTY, bounds.MAX_PENALTY)
+bias = st.floats(-bounds.MAX_BIAS, bounds.MAX_BIAS)
 logprob = st.floats(max_value=0, allow_nan=False)
 
 
@@ -99,15 +100,15 @@ def ec_params(draw: st.DrawFn) -> transfer.EcTransferParams:
 samplings = st.builds(
     SamplingParams,
     max_tokens=st.integers(0, 4096),
-    temperature=st.floats(0, 100),
+    temperature=st.floats(0, bounds.MAX_TEMPERATURE),
     top_k=token,
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
     seed=i64,
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
-    presence_penalty=floats,
-    frequency_penalty=floats,
-    logit_bias=tuples(st.tuples(token, floats)),
+    repetition_penalty=st.floats(0, bounds.MAX_REPETITION_PENALTY, exclude_min=True),
+    presence_penalty=penalty,
+    frequency_penalty=penalty,
+    logit_bias=tuples(st.tuples(token, bias)),
     stop_token_ids=tuples(token),
     ignore_eos=st.booleans(),
     min_tokens=st.integers(0, 4096),

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
+import msgspec
 import pytest
 
 from shared.errors import ContextLengthExceeded, InvalidRequest, WorkerLost
 from shared.rpc.client import open_channel, typed_errors
 from shared.rpc.inference import InferenceClient, InferenceServicer
+from shared.telemetry import metrics
 from shared.types.inference import (
     Accepted,
     Delta,
@@ -135,8 +137,24 @@ async def test_a_request_that_fits_no_wire_is_refused_here() -> None:
             await anext(client.generate(InferenceRequest("m", SamplingParams(max_tokens=-1), prompt="x")))
 
 
+async def test_pictures_of_many_megabytes_arrive() -> None:
+    service = Scripted()
+    picture = ImagePart(bytes(6 << 20))
+    request = msgspec.structs.replace(REQUEST, messages=(Message("user", (picture, picture)),))
+    async with serving(InferenceServicer(service), max_message_bytes=16 << 20) as address:
+        client = InferenceClient(address)
+        assert [batch async for batch in client.generate(request)] == BATCHES
+        await client.close()
+    assert service.seen == [request]
+
+
+def refusals() -> float:
+    return metrics.REGISTRY.get_sample_value("triptych_requests_total", {"outcome": "invalid"}) or 0.0
+
+
 async def test_a_malformed_request_is_refused_there() -> None:
     service = Scripted()
+    refused_before = refusals()
     async with serving(InferenceServicer(service)) as address, open_channel(address) as channel:
         with pytest.raises(InvalidRequest) as refused, typed_errors():
             await (
@@ -146,3 +164,4 @@ async def test_a_malformed_request_is_refused_there() -> None:
             )
     assert refused.value.param == "input"
     assert service.seen == []
+    assert refusals() == refused_before + 1

@@ -13,10 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shared.errors import (
     ConfigError,
     InternalError,
-    InvalidMedia,
     InvalidRequest,
     RequestTooLarge,
     TriptychError,
+    UnsupportedMedia,
     WorkerLost,
     all_errors,
 )
@@ -73,9 +73,9 @@ async def test_every_error_of_the_tree_arrives_as_itself() -> None:
 
 
 async def test_a_code_of_its_own_and_no_param_arrive() -> None:
-    async with serving(Failing(InvalidMedia("too large", code="image_too_large"))) as address:
+    async with serving(Failing(UnsupportedMedia("no", code="of_its_own"))) as address:
         for error in await raised(address):
-            assert (type(error), error.code, error.param) == (InvalidMedia, "image_too_large", None)
+            assert (type(error), error.code, error.param) == (UnsupportedMedia, "of_its_own", None)
 
 
 async def test_texts_that_fit_no_header_arrive_cut_and_whole() -> None:
@@ -111,7 +111,22 @@ async def test_a_message_over_the_cap_is_refused() -> None:
     async with small as address, open_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(RequestTooLarge), typed_errors():
-            await stub.TokenText(pb.TokenTextRequest(model="m" * (1 << 17)))
+            await stub.TokenText(pb.TokenTextRequest(model="m" * (1 << 18)))
+
+
+async def test_a_message_not_far_over_the_cap_is_refused_in_our_own_words() -> None:
+    small = serving(Failing(InternalError("reached")), max_message_bytes=1 << 16)
+    async with small as address, open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(pb.GenerateRequest(prompt="x" * (1 << 16)))
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call.read()
+        metadata = dict(failure.value.trailing_metadata() or ())
+        assert metadata["triptych-code"] == "request_too_large"
+        assert str(1 << 16) in (failure.value.details() or "")
+        with pytest.raises(InternalError, match="reached"), typed_errors():
+            async for _ in stub.Generate(pb.GenerateRequest(prompt="x" * ((1 << 16) - 100))):
+                pass
 
 
 async def test_a_peer_that_is_not_there_is_lost_and_unnamed(free_port: int) -> None:

@@ -29,10 +29,12 @@ def ranged(default: Any, low: float | None = None, high: float | None = None) ->
     return field(default=default, metadata={"low": low, "high": high})
 
 
-def build(cls: type[T], data: Mapping[str, Any], complain: Complain, path: str = "") -> T | None:
+def build(
+    cls: type[T], data: Mapping[str, Any], complain: Complain, path: str = "", base: T | None = None
+) -> T | None:
     """An instance of the frozen dataclass ``cls``; None when anything was complained about.
 
-    Strings are accepted for every scalar, since environment and command line have nothing else.
+    What ``data`` leaves out is as in ``base``: a section keeps the defaults of where it stands. Strings are accepted for every scalar, since environment and command line have nothing else.
     """
     hints = get_type_hints(cls)
     known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
@@ -52,14 +54,18 @@ def build(cls: type[T], data: Mapping[str, Any], complain: Complain, path: str =
             if not isinstance(raw, Mapping):
                 bad(key, "expected a section")
             else:
-                values[name] = build(hints[name], raw, bad, f"{key}.")
+                values[name] = build(hints[name], raw, bad, f"{key}.", _default(known[name], base))
         else:
             try:
                 values[name] = _checked(known[name], convert(raw, hints[name]))
             except BadValue as error:
                 bad(key, str(error))
     for name, spec in known.items():
-        if name not in data and spec.default is MISSING and spec.default_factory is MISSING:
+        if name in data:
+            continue
+        if base is not None:
+            values[name] = getattr(base, name)
+        elif spec.default is MISSING and spec.default_factory is MISSING:
             bad(f"{path}{name}", "missing and has no default")
     if not sound:
         return None
@@ -68,6 +74,15 @@ def build(cls: type[T], data: Mapping[str, Any], complain: Complain, path: str =
     except ValueError as error:  # a __post_init__ that checks several fields together
         complain(path.rstrip(".") or cls.__name__, str(error))
         return None
+
+
+def _default(spec: Field[Any], base: Any) -> Any:
+    """The section as it is when nothing is said of it; None when it has to be said."""
+    if base is not None:
+        return getattr(base, spec.name)
+    if spec.default_factory is not MISSING:
+        return spec.default_factory()
+    return None if spec.default is MISSING else spec.default
 
 
 def convert(raw: Any, hint: Any) -> Any:

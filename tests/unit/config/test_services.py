@@ -89,3 +89,8 @@ def test_the_two_ports_of_a_section_must_differ_too() -> None:
 )
 def test_any_port_and_one_port_of_two_addresses_are_no_contradiction(overrides: list[str]) -> None:
     load(RouterConfig, overrides=["model.path=m", *overrides])
+
+
+def test_one_key_of_a_section_leaves_its_neighbours_as_they_stand_there() -> None:
+    config = load(RouterConfig, overrides=["model.path=m", "server.metrics_port=9102"])
+    assert (config.server.port, config.server.metrics_port) == (8001, 9102)

@@ -34,7 +34,8 @@ def build(
 ) -> T | None:
     """An instance of the frozen dataclass ``cls``; None when anything was complained about.
 
-    What ``data`` leaves out is as in ``base``: a section keeps the defaults of where it stands. Strings are accepted for every scalar, since environment and command line have nothing else.
+    What ``data`` leaves out is as in ``base``: a section keeps the defaults of where it stands. Strings are
+    accepted for every scalar, since environment and command line have nothing else.
     """
     hints = get_type_hints(cls)
     known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]

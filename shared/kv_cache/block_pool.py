@@ -13,11 +13,12 @@ A block is always in exactly one of three states:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shared.errors import InternalError, OutOfBlocks
 from shared.kv_cache.block_hash import BlockMedia
+from shared.kv_cache.ledger import LedgerEntry, NullLedger, in_prefix_order
 
 _GENERATION_MASK = (1 << 64) - 1
 
@@ -101,6 +102,7 @@ class BlockPool:
         num_blocks: int,
         generations: Generations | None = None,
         observer: CacheObserver | None = None,
+        ledger: NullLedger | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError("a pool needs at least one block")
@@ -109,6 +111,7 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._generations: Generations = [0] * num_blocks if generations is None else generations
         self._observer = observer or CacheObserver()
+        self._ledger = ledger or NullLedger()
         self._refs = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._checksums: list[tuple[int, ...]] = [()] * num_blocks
@@ -263,7 +266,22 @@ class BlockPool:
         bucket.append(block_id)
         if len(bucket) == 1:
             self._observer.stored(block_hash)
+        if sums := self._checksums[block_id]:
+            entry = LedgerEntry(key.block_hash, key.parent, key.token_ids, key.media, sums)
+            self._ledger.write(block_id, self.generation(block_id), entry)
         return key
+
+    def adopt(self, entries: Mapping[int, LedgerEntry]) -> None:
+        """Blocks, none of them ever allocated, hold these verified contents from an earlier life: they are
+        found from now on, and free."""
+        self._plain = [block_id for block_id in self._plain if block_id not in entries]
+        for block_id in in_prefix_order(entries):
+            entry = entries[block_id]
+            self._refs[block_id] = 1
+            self._checksums[block_id] = entry.checksums
+            before = next((self._keys[b] for b in self._index.get(entry.parent, ())), None)
+            self.publish(block_id, entry.block_hash, entry.parent, entry.token_ids, entry.media, before)
+            self.free((block_id,))
 
     def lookup(
         self,
@@ -305,6 +323,7 @@ class BlockPool:
         if key is None:
             return
         self._keys[block_id] = None
+        self._ledger.clear(block_id)
         self._num_published -= 1
         bucket = self._index[key.block_hash]
         bucket.remove(block_id)

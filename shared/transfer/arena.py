@@ -3,7 +3,9 @@
 Layout, all little-endian: a header page (magic, version, incarnation, epoch, nonce), one uint64
 generation per block of each group, then, page-aligned, the blocks of group 0, group 1, ... A block
 is one contiguous extent. The file is anonymous (a killed process leaves nothing behind), cannot
-be resized, and no later mapping of it can write. Owns the format; not who may reuse a block.
+be resized, and no later mapping of it can write. An arena that a keeper holds for the owner's next life
+can be mapped once more by that one, and has a ledger after its blocks. Owns the format; not who may
+reuse a block, nor what a ledger says.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import stat
 import struct
 from typing import Any, NamedTuple
 
@@ -33,8 +36,10 @@ HEADER_BYTES = _HEADER.size
 _PAGE = mmap.PAGESIZE
 
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; the module lacks the name
-#: A file with these seals can neither shrink under a reader (SIGBUS) nor be mapped writable again.
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+#: A file with these seals cannot shrink under a reader (SIGBUS).
+READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+#: And one with these cannot be mapped writable again either.
+SEALS = READER_SEALS | _F_SEAL_FUTURE_WRITE
 
 
 class Header(NamedTuple):
@@ -59,8 +64,11 @@ def _page_up(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def plan_region(name: str, num_blocks: tuple[int, ...], extent_bytes: tuple[int, ...]) -> RegionInfo:
-    """Lay an arena out. Raises ConfigError on an impossible geometry."""
+def plan_region(
+    name: str, num_blocks: tuple[int, ...], extent_bytes: tuple[int, ...], ledger_bytes: int = 0
+) -> RegionInfo:
+    """Lay an arena out; the ledger is what is left behind the blocks. Raises ConfigError on an impossible
+    geometry."""
     if not num_blocks or len(num_blocks) != len(extent_bytes) or min(*num_blocks, *extent_bytes) <= 0:
         raise ConfigError(f"arena {name!r}: need one positive block count and extent a group")
     table_sizes = [8 * n for n in num_blocks]
@@ -70,7 +78,7 @@ def plan_region(name: str, num_blocks: tuple[int, ...], extent_bytes: tuple[int,
     data_offsets = tuple(itertools.accumulate(sizes[:-1], initial=first))
     return RegionInfo(
         name=name,
-        nbytes=first + sum(sizes),
+        nbytes=first + sum(sizes) + _page_up(ledger_bytes),
         num_blocks=num_blocks,
         extent_bytes=extent_bytes,
         generation_offsets=tuple(generation_offsets),
@@ -100,23 +108,47 @@ class Arena:
         incarnation: str,
         epoch: int = 0,
         *,
+        ledger_bytes: int | None = None,
         entropy: Entropy | None = None,
     ) -> Arena:
-        """Allocate; ``incarnation`` is 32 hex digits. Raises ConfigError on an impossible geometry,
-        OSError when the system has no memory files."""
-        info = plan_region(name, tuple(num_blocks), tuple(extent_bytes))
-        nonce = (entropy or SystemEntropy()).hex_id()
-        header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(incarnation), epoch, bytes.fromhex(nonce))
+        """Allocate; ``incarnation`` is 32 hex digits. With ``ledger_bytes`` it is one to be kept. Raises
+        ConfigError on an impossible geometry, OSError when the system has no memory files."""
+        info = plan_region(name, tuple(num_blocks), tuple(extent_bytes), ledger_bytes or 0)
         fd = os.memfd_create(f"triptych-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, info.nbytes)
             mapped = mmap.mmap(fd, info.nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            if ledger_bytes is not None:
+                os.fchmod(fd, stat.S_IRUSR)  # whoever opens it anew may read it
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS if ledger_bytes is None else READER_SEALS)
         except BaseException:
             os.close(fd)
             raise
-        mapped[: len(header)] = header
-        return cls(info, fd, mapped)
+        arena = cls(info, fd, mapped)
+        arena._begin_life(incarnation, epoch, entropy)
+        return arena
+
+    @classmethod
+    def adopt(cls, fd: int, info: RegionInfo, incarnation: str, *, entropy: Entropy | None = None) -> Arena:
+        """Map a kept arena again, for the owner's next life: whoever knew the one before finds nothing valid
+        from now on. Takes ``fd`` over. Raises ConfigError, and closes it, when it is not an arena of this
+        layout."""
+        try:
+            if os.fstat(fd).st_size != info.nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != READER_SEALS:
+                raise ConfigError(f"the kept arena {info.name!r} is of another size or not sealed")
+            mapped = mmap.mmap(fd, info.nbytes)
+            before = parse_header(mapped[:HEADER_BYTES])
+        except (OSError, PeerLost, ConfigError) as error:
+            os.close(fd)
+            raise ConfigError(f"the kept arena {info.name!r} cannot be used") from error
+        arena = cls(info, fd, mapped)
+        arena._begin_life(incarnation, before.epoch, entropy)
+        return arena
+
+    def _begin_life(self, incarnation: str, epoch: int, entropy: Entropy | None) -> None:
+        nonce = (entropy or SystemEntropy()).hex_id()
+        header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(incarnation), epoch, bytes.fromhex(nonce))
+        self._mapped[: len(header)] = header
 
     @property
     def epoch(self) -> int:
@@ -141,6 +173,14 @@ class Arena:
         """Writable bytes of one block."""
         extent = self.info.extent_bytes[group]
         return self.data(group)[block_id * extent : (block_id + 1) * extent]
+
+    def ledger(self) -> memoryview:
+        """Writable bytes behind the blocks; empty when there is no ledger."""
+        last = len(self.info.num_blocks) - 1
+        first = self.info.data_offsets[last] + _page_up(
+            self.info.num_blocks[last] * self.info.extent_bytes[last]
+        )
+        return self.buffer[first : self.info.nbytes]
 
     def close(self) -> None:
         """Give the memory back; views that are still held keep it alive. Calling it twice is safe."""

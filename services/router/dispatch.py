@@ -214,6 +214,7 @@ class Dispatcher:
 
     def worker_ready(self, worker: Worker) -> None:
         logger.info("worker ready", worker=worker.info.worker_id, kind=worker.info.kind)
+        self._placer.started(worker.info.worker_id, worker.key, worker.info.recalled)
         self._place_waiting()
 
     def worker_lost(self, worker: Worker) -> None:

@@ -74,6 +74,12 @@ class PrefixIndex:
         for link in reversed(chain):
             self._holders.put(link, holder)
 
+    def renamed(self, old: str, new: str) -> None:
+        """What ``old`` held is ``new``'s."""
+        for link, holder in self._holders.items():
+            if holder == old:
+                self._holders[link] = new
+
     def __len__(self) -> int:
         return len(self._holders)
 

@@ -20,6 +20,7 @@ class Placer:
         self._computed = PrefixIndex()
         self._received = PrefixIndex()
         self._encoded = MediaIndex()
+        self._lives: dict[str, str] = {}
 
     def place(
         self, workers: Sequence[WorkerView], request: GenerationRequest, avoid: frozenset[str] = frozenset()
@@ -46,3 +47,10 @@ class Placer:
                 for mm_hash in hashes:
                     self._encoded.record(mm_hash, key)
         return placement
+
+    def started(self, worker_id: str, key: str, recalled: bool) -> None:
+        """A new life of a worker; ``recalled``: it has found the blocks of the one before again."""
+        before, self._lives[worker_id] = self._lives.get(worker_id, key), key
+        if recalled and before != key:
+            self._computed.renamed(before, key)
+            self._received.renamed(before, key)

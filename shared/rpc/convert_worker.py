@@ -66,6 +66,7 @@ def info_to_wire(info: WorkerInfo) -> common.WorkerInfo:
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         pid=info.pid,
+        recalled=info.recalled,
     )
 
 
@@ -83,6 +84,7 @@ def info_from_wire(wire: common.WorkerInfo) -> WorkerInfo:
         block_size=wire.block_size,
         max_model_len=wire.max_model_len,
         pid=wire.pid,
+        recalled=wire.recalled,
     )
 
 

@@ -17,7 +17,8 @@ AGGREGATED, PREFILL, DECODE = "aggregated", "prefill", "decode"
 class WorkerInfo(Struct, frozen=True):
     """What a worker announces: identity, address of its gRPC server, and its transfer agent.
 
-    ``block_size`` and ``max_model_len`` in tokens. ``pid`` is for humans and tests.
+    ``block_size`` and ``max_model_len`` in tokens. ``pid`` is for humans and tests. ``recalled``: blocks that
+    an earlier life of the worker committed are here again.
     """
 
     worker_id: str
@@ -30,6 +31,7 @@ class WorkerInfo(Struct, frozen=True):
     block_size: int = 0
     max_model_len: int = 0
     pid: int = 0
+    recalled: bool = False
 
 
 class WorkerStatus(Struct, frozen=True):

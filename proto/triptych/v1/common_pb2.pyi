@@ -640,6 +640,7 @@ class WorkerInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    RECALLED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     kind: Global___WorkerKind.ValueType
@@ -648,6 +649,8 @@ class WorkerInfo(_message.Message):
     block_size: _builtins.int
     max_model_len: _builtins.int
     pid: _builtins.int
+    recalled: _builtins.bool
+    """It has found the blocks that its earlier life had committed."""
     @_builtins.property
     def identity(self) -> Global___IdentityKey: ...
     @_builtins.property
@@ -665,10 +668,11 @@ class WorkerInfo(_message.Message):
         block_size: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         pid: _builtins.int = ...,
+        recalled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "block_size", b"block_size", "identity", b"identity", "incarnation", b"incarnation", "kind", b"kind", "max_model_len", b"max_model_len", "model", b"model", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "block_size", b"block_size", "identity", b"identity", "incarnation", b"incarnation", "kind", b"kind", "max_model_len", b"max_model_len", "model", b"model", "pid", b"pid", "recalled", b"recalled", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,16 @@ class KvStoreServiceStub:
                 request_serializer=triptych_dot_v1_dot_kv__store__pb2.LookupRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_kv__store__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.OfferEmbedding = channel.unary_unary(
+                '/triptych.v1.KvStoreService/OfferEmbedding',
+                request_serializer=triptych_dot_v1_dot_kv__store__pb2.OfferEmbeddingRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_kv__store__pb2.OfferEmbeddingResponse.FromString,
+                _registered_method=True)
+        self.LookupEmbedding = channel.unary_unary(
+                '/triptych.v1.KvStoreService/LookupEmbedding',
+                request_serializer=triptych_dot_v1_dot_kv__store__pb2.LookupEmbeddingRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_kv__store__pb2.LookupEmbeddingResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/triptych.v1.KvStoreService/Release',
                 request_serializer=triptych_dot_v1_dot_kv__store__pb2.ReleaseRequest.SerializeToString,
@@ -74,8 +84,23 @@ class KvStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OfferEmbedding(self, request, context):
+        """A media item's embeddings that the store may pull. Answers once the pull is over: the producer keeps
+        them until then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookupEmbedding(self, request, context):
+        """Stored embeddings, pinned under a lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
-        """Give leases back; unknown ones are ignored.
+        """Give leases back, of either kind; unknown ones are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,6 +124,16 @@ def add_KvStoreServiceServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=triptych_dot_v1_dot_kv__store__pb2.LookupRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_kv__store__pb2.LookupResponse.SerializeToString,
+            ),
+            'OfferEmbedding': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferEmbedding,
+                    request_deserializer=triptych_dot_v1_dot_kv__store__pb2.OfferEmbeddingRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_kv__store__pb2.OfferEmbeddingResponse.SerializeToString,
+            ),
+            'LookupEmbedding': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookupEmbedding,
+                    request_deserializer=triptych_dot_v1_dot_kv__store__pb2.LookupEmbeddingRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_kv__store__pb2.LookupEmbeddingResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -165,6 +200,60 @@ class KvStoreService:
             '/triptych.v1.KvStoreService/Lookup',
             triptych_dot_v1_dot_kv__store__pb2.LookupRequest.SerializeToString,
             triptych_dot_v1_dot_kv__store__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferEmbedding(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.KvStoreService/OfferEmbedding',
+            triptych_dot_v1_dot_kv__store__pb2.OfferEmbeddingRequest.SerializeToString,
+            triptych_dot_v1_dot_kv__store__pb2.OfferEmbeddingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookupEmbedding(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.KvStoreService/LookupEmbedding',
+            triptych_dot_v1_dot_kv__store__pb2.LookupEmbeddingRequest.SerializeToString,
+            triptych_dot_v1_dot_kv__store__pb2.LookupEmbeddingResponse.FromString,
             options,
             channel_credentials,
             insecure,

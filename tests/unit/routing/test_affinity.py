@@ -71,3 +71,18 @@ def test_the_placer_sends_the_same_to_the_same() -> None:
 def test_the_placer_needs_workers() -> None:
     request = GenerationRequest("r", "m", (1,), 1, SamplingParams(1))
     assert Placer().place([], request) is None
+
+
+def test_a_worker_that_kept_its_blocks_keeps_its_place() -> None:
+    request = GenerationRequest("r", "m", tuple(range(640)), 640, SamplingParams(4))
+    for recalled in (True, False):
+        placer = Placer()
+        for key in ("p0/a", "p1/a", "d0/a"):
+            placer.started(key[:2], key, False)
+        views = [view("p0/a"), view("p1/a", num_requests=1), view("d0/a")]
+        first = placer.place(views, request)
+        assert first is not None and first.prefill == "p0/a"
+        placer.started("p0", "p0/b", recalled)
+        views = [view("p0/b", num_requests=1), view("p1/a"), view("d0/a")]
+        again = placer.place(views, request)
+        assert again is not None and again.prefill == ("p0/b" if recalled else "p1/a")

@@ -52,7 +52,7 @@ def test_equal_costs_are_decided_by_key_whatever_the_order() -> None:
 
 def test_only_equal_identities_and_convertible_layouts_are_paired() -> None:
     other = structs.replace(IDENTITY, numerics="int8")
-    wide = structs.replace(LAYOUT, block_size=32)
+    wide = structs.replace(LAYOUT, block_size=24)
     assert can_pair(view("p0"), view("d0"))
     assert not can_pair(view("p0", identity=other), view("d0"))
     assert not can_pair(view("p0", layout=wide), view("d0"))
@@ -63,7 +63,7 @@ def test_only_equal_identities_and_convertible_layouts_are_paired() -> None:
 
 def test_strangers_serve_alone() -> None:
     """A roll from one layout to the next: no pair is left, yet nothing is refused."""
-    wide = structs.replace(LAYOUT, block_size=32)
+    wide = structs.replace(LAYOUT, block_size=24)
     assert placed([view("p0"), view("d0", layout=wide)], Demand("m", 10)) == Placement(AGGREGATED, "d0")
 
 

@@ -162,6 +162,7 @@ infos = st.builds(
     u32,
     u32,
     u32,
+    st.booleans(),
 )
 statuses = st.builds(
     worker.WorkerStatus, text, u32, u32, u32, u32, u32, u32, u32, u64, u64, st.booleans(), u64

@@ -132,7 +132,7 @@ chaos: $(STAMP) ## kill workers under load and compare every stream with its ora
 bench: $(STAMP) ## measure speed and memory beside transformers; JSON under bench/results
 	@$(PY) -m tests.bench.run $(ARGS)
 
-clean: ## remove caches, built models and logs (not .venv)
-	@if [ -x $(PY) ]; then $(PY) -m services.cli down >/dev/null 2>&1 || true; fi
+clean: ## stop what is up, then remove caches, built models and logs (not .venv)
+	@if [ -x $(PY) ] && [ -d .triptych ]; then $(PY) -m services.cli down; fi
 	@rm -rf .triptych .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from services.cli.openai_client import OpenAIClient, ServerSaid, read_image, user_message
-from services.cli.state import add_state_option, state_of
+from services.cli.state import DEFAULT_DIR, add_state_option, state_of
+from shared.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question", nargs="*", help="ask this and exit; default: a conversation")
     parser.add_argument("--image", type=Path, metavar="FILE", help="a picture for the first question")
     parser.add_argument(
-        "--url", default="", help="the server; default: the one that is up, else 127.0.0.1:8000"
+        "--url",
+        default="",
+        help="the server, with or without /v1; default: the one that is up, else port 8000",
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
     parser.add_argument("--max-tokens", type=int, default=512)
@@ -26,8 +30,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     image = read_image(args.image) if args.image else None
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
-    question = " ".join(args.question)
-    with OpenAIClient(args.url or _url_of_what_is_up(args)) as client:
+    question = _readable(" ".join(args.question))
+    if args.question and not question.strip():
+        raise ConfigError("the question is empty")
+    if not math.isfinite(args.temperature):
+        raise ConfigError("--temperature must be a finite number")
+    url = args.url.rstrip("/").removesuffix("/v1") or _url_of_what_is_up(args)
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {args.url}: expected http://HOST:PORT")
+    with OpenAIClient(url) as client:
         model = client.model()
         if question:
             messages.append(user_message(question, image))
@@ -47,12 +58,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _url_of_what_is_up(args: argparse.Namespace) -> str:
     record = state_of(args).deployed()
+    if record is None and args.state_dir != DEFAULT_DIR:
+        raise ConfigError(f"nothing is up in {args.state_dir}; --url names a server")
     return record.http if record is not None else "http://127.0.0.1:8000"
+
+
+def _readable(text: str) -> str:
+    """Bytes that are no UTF-8, as they may come from a terminal, shown as such."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _plain(text: str) -> str:
+    """Without what would steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _ask() -> str:
     try:
-        return input("> ").strip()
+        return _readable(input("> ")).strip()
     except EOFError:
         print()
         return ""
@@ -65,7 +88,7 @@ def _answer(
     text = ""
     params = {"max_completion_tokens": args.max_tokens, "temperature": args.temperature}
     for piece in client.stream(model, messages, **params):
-        print(piece.text, end="", flush=True)
+        print(_plain(piece.text), end="", flush=True)
         text += piece.text
     print()
     return text

@@ -78,11 +78,11 @@ def deployed(
         supervisor = Supervisor(specs, state, restart=restart)
         deployment = _describe(specs, supervisor, notes)
         try:
-            state.write_deployed(_record(deployment, ready=False))
+            _note(state, deployment, ready=False)
             supervisor.start()
             _wait_ready(deployment, topology, ready_timeout_s, progress, stopping or threading.Event())
             supervisor.guard()
-            state.write_deployed(_record(deployment, ready=True))
+            _note(state, deployment, ready=True)
             yield deployment
         finally:
             supervisor.stop(stop_times, progress)
@@ -107,8 +107,9 @@ def _describe(specs: tuple[ProcessSpec, ...], supervisor: Supervisor, notes: tup
     return Deployment(url, specs[0].grpc_address, model, specs, supervisor, notes)
 
 
-def _record(deployment: Deployment, ready: bool) -> Deployed:
-    return Deployed(
+def _note(state: StateDir, deployment: Deployment, ready: bool) -> None:
+    """Describe the deployment for other commands. Raises ConfigError when there is no room for it."""
+    record = Deployed(
         launcher_pid=os.getpid(),
         model=deployment.model,
         http=deployment.http_url,
@@ -117,6 +118,10 @@ def _record(deployment: Deployment, ready: bool) -> Deployed:
         ready=ready,
         notes=deployment.notes,
     )
+    try:
+        state.write_deployed(record)
+    except OSError as error:
+        raise state.unusable(error) from None
 
 
 def _wait_ready(

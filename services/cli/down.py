@@ -24,10 +24,11 @@ def run(args: argparse.Namespace) -> int:
     state = state_of(args)
     record = state.deployed()
     if state.is_held():
-        if record is None:
+        pid = state.launcher_pid() if record is None else record.launcher_pid
+        if pid is None:
             raise InternalError("a launcher is only just starting, or ending; try again in a moment")
         with contextlib.suppress(ProcessLookupError):
-            os.kill(record.launcher_pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGTERM)
         _wait_until_free(state, args.timeout, MonotonicClock())
         print("stopped")
         return 0

@@ -10,7 +10,7 @@ from rich.status import Status
 
 from services.cli.arguments import port, seconds
 from services.cli.deployment import Progress
-from services.cli.modeldir import resolve_model
+from services.cli.modeldir import DEMO_MODEL, resolve_model
 from services.cli.ports import PublicPorts
 from services.cli.preflight import read_model
 from services.cli.state import StateDir, add_state_option, state_of
@@ -24,7 +24,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
-        default="",
+        default=DEMO_MODEL,
         metavar="DIR",
         help='a model directory, a hub id or "witness"; default: the demo model',
     )

@@ -15,9 +15,11 @@ WITNESS = "witness"
 
 
 def resolve_model(wanted: str, state: StateDir, progress: Callable[[str], None]) -> Path:
-    """The model directory for ``--model``: empty = the demo model (built on first use), "witness" = the
+    """The model directory for ``--model``: the demo model by its name (built on first use), "witness" = the
     arithmetic stand-in, a directory, or a hub id. Raises ConfigError with what to do about it."""
-    if wanted in {"", DEMO_MODEL}:
+    if not wanted:
+        raise ConfigError("--model: no model named")
+    if wanted == DEMO_MODEL:
         return _demo_model(state, progress)
     if wanted == WITNESS:
         return _shipped(WITNESS)

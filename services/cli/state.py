@@ -69,6 +69,8 @@ def add_state_option(parser: argparse.ArgumentParser) -> None:
 
 def state_of(args: argparse.Namespace) -> StateDir:
     """The state directory that the arguments name, as it is. Raises ConfigError when it cannot be one."""
+    if not args.state_dir:
+        raise ConfigError("--state-dir: no directory named")
     state = StateDir(Path(args.state_dir))
     state.check()
     return state
@@ -92,7 +94,7 @@ class StateDir:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
 
     def prepare(self) -> None:
         """Create what is missing. Raises ConfigError when that cannot be done, or nothing can be written."""
@@ -101,7 +103,7 @@ class StateDir:
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
         for folder in (self.root, *folders):
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise ConfigError(f"cannot use the state directory {self.root}: {folder} is not writable")
@@ -111,14 +113,18 @@ class StateDir:
         """Hold the directory as its launcher. Raises AlreadyUp: another does; ConfigError as ``prepare``."""
         self.prepare()
         try:
-            file = (self.root / "lock").open("w")
+            file = (self.root / "lock").open("a")
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self.already_up() from None
+            with contextlib.suppress(OSError):  # no room: then run.json has to say it
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
             yield
 
     def is_held(self) -> bool:
@@ -131,8 +137,14 @@ class StateDir:
         except BlockingIOError:
             return True
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
         return False
+
+    def launcher_pid(self) -> int | None:
+        """Who holds the directory, as far as it could be written down."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.root / "lock").read_text(encoding="ascii"))
+        return None
 
     def already_up(self) -> AlreadyUp:
         return AlreadyUp(f"already up (state in {self.root}); stop it with: {self.command('down')}")
@@ -150,7 +162,8 @@ class StateDir:
     def config_file(self, name: str) -> Path:
         return self.configs / f"{name}.yaml"
 
-    def _unusable(self, error: OSError) -> ConfigError:
+    def unusable(self, error: OSError) -> ConfigError:
+        """What to tell a user whose state directory failed us."""
         where = f" ({error.filename})" if error.filename not in (None, str(self.root)) else ""
         return ConfigError(f"cannot use the state directory {self.root}: {error.strerror}{where}")
 
@@ -180,8 +193,12 @@ class StateDir:
     def _write(path: Path, record: Deployed | ProcessRecord) -> None:
         """Readers see the old content or the new, never a part."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-        temporary.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _read(path: Path, cls: type[R]) -> R | None:

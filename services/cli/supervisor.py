@@ -7,6 +7,8 @@ Owns child processes and nothing else: what they are is in ``topology``, whether
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import signal
 import subprocess
@@ -26,6 +28,8 @@ WATCH_S = 0.05
 #: A process that lived this long starts its backoff anew.
 STABLE_S = 30.0
 TAIL_LINES = 20
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class _Child:
         self.failures = 0
         self.due_at: float | None = None
         self.exit_code: int | None = None
+        self.recorded = True
 
     @property
     def state(self) -> str:
@@ -117,13 +122,19 @@ class Supervisor:
         self.failure: StartFailed | None = None
 
     def start(self) -> None:
-        """Write every configuration file, start every process, and begin to watch."""
-        for child in self._children:
-            write(child.spec.config, self._state.config_file(child.spec.name))
-            _rotate(self._state.log_file(child.spec.name))
-        with self._lock:
+        """Write every configuration file, start every process, and begin to watch. Raises ConfigError when
+        the state directory takes no files."""
+        try:
             for child in self._children:
-                self._spawn(child)
+                write(child.spec.config, self._state.config_file(child.spec.name))
+                _rotate(self._state.log_file(child.spec.name))
+            with self._lock:
+                for child in self._children:
+                    self._spawn(child)
+                    if not child.recorded:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._state.unusable(error) from None
         self._watcher.start()
 
     def guard(self) -> None:
@@ -148,22 +159,29 @@ class Supervisor:
         alive = [child for child in self._children if child.process is not None]
         routers = [child for child in alive if child.spec.kind == "router"]
         workers = [child for child in alive if child.spec.kind != "router"]
-        progress("draining")
+        self._say(progress, "draining")
         self._end(routers, times.drain_s)
-        progress("stopping")
+        self._say(progress, "stopping")
         self._end(workers, times.exit_s)
-        self._state.forget()
+        with contextlib.suppress(OSError):
+            self._state.forget()
 
     # --- inside
+
+    @staticmethod
+    def _say(progress: Callable[[str], None], text: str) -> None:
+        """Whoever listens may write to a disk that is full: nothing may be left running because of it."""
+        with contextlib.suppress(OSError):
+            progress(text)
 
     def _spawn(self, child: _Child) -> None:
         """Start the child's process; the caller holds the lock."""
         spec = child.spec
-        with self._state.log_file(spec.name).open("ab") as log:
+        with self._state.log_file(spec.name).open("ab") as output:
             process = subprocess.Popen(
                 spec.argv(self._state.config_file(spec.name)),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env=spec.environment(self._environ),
                 start_new_session=True,  # Ctrl-C at the terminal is for the launcher alone
@@ -171,8 +189,20 @@ class Supervisor:
         child.process, child.exit_code, child.due_at = process, None, None
         child.started_at = self._clock.now()
         child.restarts += 1
-        started = procfs.start_ticks(process.pid) or 0
-        self._state.write_process(ProcessRecord(spec.name, spec.kind, process.pid, started, child.restarts))
+        self._record(child, process.pid)
+
+    def _record(self, child: _Child, pid: int) -> None:
+        """Note who runs; tried again by ``check`` as long as there is no room for it."""
+        spec = child.spec
+        record = ProcessRecord(spec.name, spec.kind, pid, procfs.start_ticks(pid) or 0, child.restarts)
+        try:
+            self._state.write_process(record)
+        except OSError as error:
+            if child.recorded:
+                log.warning("cannot note the pid of %s (%s): %d", spec.name, error.strerror, pid)
+            child.recorded = False
+        else:
+            child.recorded = True
 
     def _watch(self) -> None:
         while not self._closing.wait(WATCH_S):
@@ -185,8 +215,18 @@ class Supervisor:
             for child in self._children:
                 if child.process is not None and (code := child.process.poll()) is not None:
                     self._buried(child, code, now)
+                elif child.process is not None and not child.recorded:
+                    self._record(child, child.process.pid)
                 elif child.due_at is not None and now >= child.due_at:
-                    self._spawn(child)
+                    self._restart_child(child, now)
+
+    def _restart_child(self, child: _Child, now: float) -> None:
+        try:
+            self._spawn(child)
+        except OSError as error:  # no memory for a process, no room for its log
+            child.failures += 1
+            child.due_at = now + self._backoff.delay(child.failures)
+            log.warning("cannot start %s (%s); tried again", child.spec.name, error.strerror)
 
     def _buried(self, child: _Child, code: int, now: float) -> None:
         child.process, child.exit_code = None, code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import threading
@@ -127,7 +128,13 @@ def _detach(args: argparse.Namespace, state: StateDir, progress: Progress, stopp
             launcher.wait()
             raise Interrupted("stopped while starting")
     kind = ConfigError if launcher.returncode == UNWORKABLE else DetachFailed
-    raise kind("could not start:\n" + "\n".join(tail(log, 40)))
+    said_last = tail(log, 40) or [f"its log {log} is empty; {_free(state)} bytes are free there"]
+    raise kind("could not start:\n" + "\n".join(said_last))
+
+
+def _free(state: StateDir) -> int:
+    disk = os.statvfs(state.root)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _serve_arguments(args: argparse.Namespace) -> list[str]:

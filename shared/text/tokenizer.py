@@ -74,7 +74,9 @@ class Tokenizer:
         """Read a model directory. Raises ConfigError when a file is missing or unreadable."""
         spec = _read_json(model_dir / "tokenizer.json")
         if not spec:
-            raise ConfigError(f"no tokenizer.json in model directory {model_dir.name}")
+            there = (model_dir / "tokenizer.json").exists()
+            problem = "an empty tokenizer.json" if there else "no tokenizer.json"
+            raise ConfigError(f"{problem} in model directory {model_dir.name}")
         config = _read_json(model_dir / "tokenizer_config.json")
         config = {**_read_json(model_dir / "special_tokens_map.json"), **config}
         names = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name)))}

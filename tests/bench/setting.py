@@ -13,7 +13,7 @@ from typing import Any
 
 from services.cli import procfs
 from services.cli.deployment import Deployment, deployed
-from services.cli.modeldir import resolve_model
+from services.cli.modeldir import DEMO_MODEL, resolve_model
 from services.cli.state import StateDir
 from services.cli.topology import HOST, LaunchOptions, PublicPorts, Topology
 from shared.clock import SystemEntropy
@@ -39,7 +39,7 @@ def end_on_sigterm() -> None:
 def served_model() -> Path:
     """The demo model's directory; built when missing."""
     STATE.prepare()
-    return resolve_model("", STATE, say)
+    return resolve_model(DEMO_MODEL, STATE, say)
 
 
 def text_model() -> Path:

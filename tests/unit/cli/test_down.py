@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ def test_a_launcher_that_is_only_starting_is_not_mistaken_for_nothing(
 ) -> None:
     state = StateDir(tmp_path)
     with state.locked():
+        assert state.launcher_pid() == os.getpid(), "a damaged run.json is no reason not to find it"
+        (tmp_path / "lock").write_text("")
         state.write_process(ProcessRecord("decode-0", "decode", 2**22 + 1, 7))
         assert main(["down", "--state-dir", str(tmp_path)]) == 1
         assert state.processes() != []

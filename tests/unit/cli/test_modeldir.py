@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.modeldir import is_built, resolve_model
+from services.cli.modeldir import DEMO_MODEL, is_built, resolve_model
 from services.cli.state import StateDir
 from shared.errors import ConfigError
 
@@ -47,4 +47,9 @@ def test_a_built_demo_model_is_not_built_again(state: StateDir) -> None:
     model.mkdir()
     assert not is_built(state)
     (model / "config.json").write_text("{}")
-    assert is_built(state) and resolve("", state) == model
+    assert is_built(state) and resolve(DEMO_MODEL, state) == model
+
+
+def test_an_empty_name_is_not_taken_for_the_demo_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no model named"):
+        resolve_model("", StateDir(tmp_path), print)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.state import StateDir
+from services.cli import procfs
+from services.cli.state import ProcessRecord, StateDir
 from services.cli.supervisor import Backoff, StopTimes, Supervisor, end_leftovers, tail
+from shared.errors import ConfigError
 from tests.unit.cli.helpers import Script, eventually, script
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -149,3 +152,46 @@ def test_the_previous_log_is_kept_beside_the_new_one(state: StateDir) -> None:
         eventually(lambda: _says_up(state, "decode-0"))
     assert tail(state.log_file("decode-0")) == ["up"]
     assert tail(state.logs / "decode-0.log.1") == ["old"]
+
+
+class FullDisk(StateDir):
+    """A state directory on a disk that is full while ``full``; what is there can be read and appended to."""
+
+    full = False
+
+    def write_process(self, record: ProcessRecord) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write_process(record)
+
+
+def test_a_full_disk_ends_neither_supervision_nor_what_runs(tmp_path: Path) -> None:
+    state = FullDisk(tmp_path)
+    state.prepare()
+    with running(state, script("decode-0", FOREVER), script("prefill-0", FOREVER)) as supervisor:
+        supervisor.guard()
+        state.full = True
+        os.kill(supervisor.rows()[0].pid, signal.SIGKILL)
+        eventually(lambda: supervisor.rows()[0].restarts == 1)
+        unnoted = supervisor.rows()[0].pid
+        state.full = False
+        eventually(lambda: unnoted in {record.pid for record in state.processes()})
+        os.kill(supervisor.rows()[1].pid, signal.SIGKILL)
+        eventually(lambda: supervisor.rows()[1].restarts == 1)
+
+
+def test_a_full_disk_at_the_start_leaves_nobody_behind(tmp_path: Path) -> None:
+    state = FullDisk(tmp_path)
+    state.prepare()
+    state.full = True
+    supervisor = Supervisor([script("decode-0", FOREVER)], state)
+    with pytest.raises(ConfigError, match="No space left"):
+        supervisor.start()
+    pid = supervisor.rows()[0].pid
+    assert pid
+
+    def fails(text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    supervisor.stop(StopTimes(drain_s=5.0, exit_s=5.0), fails)
+    assert procfs.start_ticks(pid) is None

@@ -95,7 +95,9 @@ def checked_plan(
     public = {options.ports.http, options.ports.grpc, options.ports.metrics}
     internal = (port for port in procfs.internal_ports(HOST, SystemEntropy()) if port not in public)
     specs = plan(topology, options, internal)
-    return specs, preflight.check(specs)
+    notes = preflight.check(specs, os.environ)
+    preflight.check_weights(specs)
+    return specs, notes
 
 
 def _describe(specs: tuple[ProcessSpec, ...], supervisor: Supervisor, notes: tuple[str, ...]) -> Deployment:

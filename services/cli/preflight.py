@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.cli import procfs
+from services.cli.modelfiles import check_files
 from services.cli.topology import ProcessSpec
 from shared.config import capacity
+from shared.config.load import with_environment
 from shared.config.services import ModelConfig, RouterConfig, StoreConfig, WorkerConfig
 from shared.errors import ConfigError
 from shared.models.config import read_json
@@ -38,13 +40,22 @@ def read_model(model: ModelConfig) -> ModelFacts:
     """As the workers will read it. Raises ConfigError that names the directory."""
     path = Path(model.path)
     try:
-        runner = model.runner
-        if runner == "auto":
-            kind = read_json(path / "config.json").get("model_type")
-            runner = "witness" if kind == MODEL_TYPE else "torch"
-        return _witness(path) if runner == "witness" else _checkpoint(path)
+        return _witness(path) if _is_witness(model) else _checkpoint(path)
     except ConfigError as error:
         raise ConfigError(f"model {path}: {error.message}") from None
+
+
+def check_weights(specs: Sequence[ProcessSpec]) -> None:
+    """Raises ConfigError when a model's files are not there or not whole."""
+    for model in dict.fromkeys(spec.config.model for spec in specs):
+        if not _is_witness(model):
+            check_files(Path(model.path))
+
+
+def _is_witness(model: ModelConfig) -> bool:
+    if model.runner != "auto":
+        return model.runner == "witness"
+    return read_json(Path(model.path) / "config.json").get("model_type") == MODEL_TYPE
 
 
 def _witness(path: Path) -> ModelFacts:
@@ -59,9 +70,10 @@ def _checkpoint(path: Path) -> ModelFacts:
     return ModelFacts(groups, config.max_position, config.embedding_bytes, config.image_token_id is not None)
 
 
-def check(specs: Sequence[ProcessSpec]) -> tuple[str, ...]:
+def check(specs: Sequence[ProcessSpec], environ: Mapping[str, str] = {}) -> tuple[str, ...]:
     """What a user should know of this plan, though it will run. Raises ConfigError that lists everything
-    because of which it would not."""
+    because of which it would not. ``environ``: what the processes will find in their environment."""
+    specs = [replace(spec, config=with_environment(spec.config, environ)) for spec in specs]
     problems: list[str] = []
     notes: defaultdict[str, list[str]] = defaultdict(list)
     models = _models(specs, problems)

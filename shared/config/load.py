@@ -61,6 +61,17 @@ def load(
             problems.append(f"--set {text}: expected section.key=value")
         elif not _put(data, key.split("."), value):
             problems.append(f"{key}: not a section")
+    return _built(cls, data, problems)
+
+
+def with_environment(config: T, environ: Mapping[str, str]) -> T:
+    """``config`` as a process with this environment would have it. Raises ConfigError like ``load``."""
+    data = dump(config)
+    _merge(data, _from_environ(type(config), environ))
+    return _built(type(config), data, [])
+
+
+def _built(cls: type[T], data: Mapping[str, Any], problems: list[str]) -> T:
     config = build(cls, data, lambda key, problem: problems.append(f"{key}: {problem}"))
     if config is None or problems:
         raise ConfigError("configuration has problems:\n" + "\n".join(f"  {line}" for line in problems))

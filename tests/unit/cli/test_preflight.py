@@ -96,3 +96,10 @@ def test_nixl_must_be_installed_to_be_used(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "decode-0: transfer.order: nixl is not installed" in problems("transfer.order=nixl,tcp")
     assert check(planned()) == ()
+
+
+def test_the_environment_counts_too() -> None:
+    with pytest.raises(ConfigError, match=r"telemetry\.log_level"):
+        check(planned(), {"TRIPTYCH_TELEMETRY__LOG_LEVEL": "loud"})
+    with pytest.raises(ConfigError, match="unknown key"):
+        check(planned(), {"TRIPTYCH_TELEMETRY__LOUD": "1"})

@@ -20,10 +20,10 @@ PROTOS := $(wildcard proto/triptych/v1/*.proto)
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help setup demo up down logs status chat doctor test check fmt format-check lint types arch \
-        proto parity chaos bench clean
+        proto parity chaos bench bench-transfer bench-store clean
 
 help: ## print this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- setting up --------------------------------------------------------------------------------
 
@@ -131,6 +131,12 @@ chaos: $(STAMP) ## kill workers under load and compare every stream with its ora
 
 bench: $(STAMP) ## measure speed and memory beside transformers; JSON under bench/results
 	@$(PY) -m tests.bench.run $(ARGS)
+
+bench-transfer: $(STAMP) ## measure the handoff beside memcpy and plain NIXL; JSON under bench/results
+	@$(PY) -m tests.bench.run --only transfer $(ARGS)
+
+bench-store: $(STAMP) ## measure the KV store: hits beside memcpy, index, restart; JSON under bench/results
+	@$(PY) -m tests.bench.run --only store $(ARGS)
 
 clean: ## stop what is up, then remove caches, built models and logs (not .venv)
 	@if [ -x $(PY) ] && [ -d .triptych ]; then $(PY) -m services.cli down; fi

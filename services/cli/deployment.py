@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
@@ -23,6 +23,7 @@ from services.cli.topology import LaunchOptions, ProcessSpec, Topology, plan
 from shared.clock import Clock, MonotonicClock, SystemEntropy
 from shared.config.services import RouterConfig
 from shared.errors import InternalError
+from shared.transfer.keeper import Keeper
 
 POLL_S = 0.1
 Progress = Callable[[str], None]
@@ -68,10 +69,10 @@ def deployed(
     ``warn`` is told what will run otherwise than it was asked for. Raises AlreadyUp, ConfigError (nothing was
     started), StartFailed, NotReady, and Interrupted when ``stopping`` is set meanwhile.
     """
-    with state.locked():
+    with state.locked(), contextlib.closing(Keeper()) as keeper:
         if left := end_leftovers(state):
             progress(f"ended what an earlier launcher left behind: {', '.join(left)}")
-        specs, notes = checked_plan(topology, options)
+        specs, notes = checked_plan(topology, replace(options, keeper=keeper.address))
         preflight.refuse_taken_ports(specs)
         for note in notes:
             warn(f"warning: {note}")

@@ -17,6 +17,7 @@ from shared.config.convert import build
 from shared.config.load import dump
 from shared.config.services import (
     HttpConfig,
+    KVConfig,
     ModelConfig,
     RouterConfig,
     RoutingConfig,
@@ -52,8 +53,6 @@ class Topology:
                 raise ConfigError(f"topology {part!r}: expected e=, p=, d= or s= and a number up to 64")
             counts[_LETTERS[letter]] = int(count)
         topology = replace(usual or cls(), **counts)
-        if topology.kv_stores > 1:
-            raise ConfigError("topology: at most one kv_store (s=0 or s=1)")
         if topology.prefills + topology.decodes == 0:
             raise ConfigError("topology: nothing would generate tokens; give p= or d= at least 1")
         return topology
@@ -74,7 +73,8 @@ class LaunchOptions:
     """Everything a plan depends on besides the topology.
 
     ``overrides`` are "key=value" (every process that has the key) or "who:key=value", where ``who`` is a
-    process name (decode-1), a kind (decode) or "workers". ``num_cores`` bounds thread counts.
+    process name (decode-1), a kind (decode) or "workers". ``num_cores`` bounds thread counts. ``keeper``:
+    the address of who holds the KV memory of workers that die ("": nobody).
     """
 
     model: ModelConfig
@@ -82,6 +82,7 @@ class LaunchOptions:
     otlp_endpoint: str = ""
     overrides: tuple[str, ...] = ()
     num_cores: int = 2
+    keeper: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,17 +139,16 @@ def plan(
     )
     routers = (f"{HOST}:{ports.grpc}",)
     specs = [ProcessSpec("router", "router", router)]
-    store_address = ""
-    if topology.kv_stores:
+    for index in range(topology.kv_stores):
         store = StoreConfig(
             model=options.model,
-            worker_id="kv-store-0",
+            worker_id=f"kv-store-{index}",
             routers=routers,
             server=_internal_server(internal_ports),
             telemetry=telemetry,
         )
-        specs.append(ProcessSpec("kv-store-0", "kv_store", store))
-        store_address = specs[-1].grpc_address
+        specs.append(ProcessSpec(store.worker_id, "kv_store", store))
+    kv_stores = tuple(spec.grpc_address for spec in specs[1:])
     for kind, count in topology.phases.items():
         for index in range(count):
             worker = WorkerConfig(
@@ -156,9 +156,10 @@ def plan(
                 worker_id=f"{kind}-{index}",
                 kind=kind,
                 routers=routers,
-                kv_store="" if kind == "encoder" else store_address,
+                kv_stores=kv_stores,
                 server=_internal_server(internal_ports),
                 telemetry=telemetry,
+                kv=KVConfig(keeper="" if kind == "encoder" else options.keeper),
                 runtime=RuntimeConfig(num_threads=_threads(kind, topology, options.num_cores)),
             )
             specs.append(ProcessSpec(worker.worker_id, kind, worker))

@@ -1,4 +1,4 @@
-"""The KV store's process: configuration in, memory, transfer, gRPC and announcements out."""
+"""The KV store's process: configuration in, memory, tiers, gRPC and announcements out."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import uvloop
 
+from services.kv_store.memory import StoreMemory
 from services.kv_store.servicer import StoreService
-from services.kv_store.store import KvStore
-from shared.clock import MonotonicClock, SystemEntropy
+from shared.clock import Clock, MonotonicClock, SystemEntropy
 from shared.config.load import config_from_args
 from shared.config.services import StoreConfig
 from shared.errors import ConfigError
@@ -26,10 +25,11 @@ from shared.rpc.kv_store import KvStoreServicer
 from shared.rpc.server import RpcServer
 from shared.telemetry.http import MetricsServer
 from shared.telemetry.logs import configure, get_logger
-from shared.transfer.agent import TransferAgent
-from shared.transfer.arena import Arena
-from shared.transfer.factory import make_backends
-from shared.transfer.puller import Puller
+from shared.tiering.build import open_lower_tiers
+from shared.tiering.embeddings import REGION, EmbeddingStore, RowFormat
+from shared.tiering.kv_store import KvStore, Limits
+from shared.tiering.lower import LowerTiers
+from shared.tiering.reactor import LoopReactor
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.transfer import AgentInfo
 from shared.types.worker import WorkerInfo
@@ -37,64 +37,111 @@ from shared.types.worker import WorkerInfo
 _log = get_logger(__name__)
 
 
-class PulledStore:
-    """A store with its arena, agent and puller, whose callbacks come back to the event loop."""
+class Memories:
+    """Both stores' memory (an Opener); each is made when it is first wanted."""
 
-    def __init__(self, config: StoreConfig, incarnation: str, layout: LayoutSpec, epoch: int) -> None:
-        clock, entropy = MonotonicClock(), SystemEntropy()
-        failpoints = Failpoints.parse(config.runtime.failpoints)
+    def __init__(
+        self, config: StoreConfig, incarnation: str, lower: LowerTiers, clock: Clock, failpoints: Failpoints
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._lower = lower
+        self._clock = clock
+        self._failpoints = failpoints
+        self._epoch = 0
+        self._made: dict[str, StoreMemory] = {}
+        kv = config.kv
+        self._limits = Limits(kv.policy, config.tenant_share, config.transfer.lease_s)
+
+    def kv(self, identity: IdentityKey, layout: LayoutSpec) -> KvStore:
+        config = self._config
         extents = tuple(group.extent_bytes(layout.block_size) for group in layout.groups)
         num_blocks = config.kv.num_blocks or (config.kv.memory_mb << 20) // sum(extents)
-        self._arena = Arena.create("kv", (num_blocks,) * len(extents), extents, incarnation, epoch)
-        backends = make_backends(config.transfer, f"{config.worker_id}-{incarnation}")
-        self._agent = TransferAgent(
-            config.worker_id, incarnation, backends, {"kv": self._arena}, config.transfer.order
+        made = self._make("kv", config.worker_id, num_blocks, extents, lambda ids: store.release(ids), layout)
+        store = KvStore(
+            identity,
+            layout,
+            made.arena,
+            made.info,
+            made.pulls,
+            self._lower,
+            self._clock,
+            SystemEntropy(),
+            self._failpoints,
+            self._limits,
         )
-        self._layout = layout
-        self.store = KvStore(
-            layout, self._arena, self.info, clock, entropy, failpoints, lease_s=config.transfer.lease_s
-        )
-        post = asyncio.get_running_loop().call_soon_threadsafe
-        self._puller = Puller(
-            self._agent,
-            deliver=lambda outcome: _quietly(post, self.store.on_outcome, outcome),
-            settled=lambda pull_id: _quietly(post, self.store.on_settled, pull_id),
-            # A reader may give its lease back by notification, too.
-            notified=lambda payload: _quietly(post, self.store.release, [payload.decode(errors="replace")]),
-            clock=clock,
-            deadline_s=config.transfer.deadline_s,
-            failpoints=failpoints,
-            verify=config.kv.verify,
-        )
-        self._puller.expect(True)
-        self.store.bind(self._puller)
+        return store
 
-    def info(self) -> AgentInfo:
-        return self._agent.info(self._layout)
+    def embeddings(self, identity: IdentityKey, rows: RowFormat) -> EmbeddingStore | None:
+        """None when there is no room for a single block."""
+        config = self._config
+        num_blocks = (config.embeddings_mb << 20) // rows.extent_bytes
+        if not num_blocks:
+            return None
+        agent_id = f"{config.worker_id}.{REGION}"
+        made = self._make(REGION, agent_id, num_blocks, (rows.extent_bytes,), lambda ids: store.release(ids))
+        store = EmbeddingStore(
+            identity,
+            rows,
+            made.arena,
+            made.info,
+            made.pulls,
+            self._lower,
+            self._clock,
+            SystemEntropy(),
+            self._limits,
+        )
+        return store
+
+    def _make(
+        self,
+        region: str,
+        agent_id: str,
+        num_blocks: int,
+        extents: tuple[int, ...],
+        release: Callable[[list[str]], None],
+        layout: LayoutSpec | None = None,
+    ) -> StoreMemory:
+        memory = StoreMemory(
+            self._config,
+            agent_id,
+            self._incarnation,
+            region,
+            num_blocks,
+            extents,
+            self._lower.reactor,
+            self._failpoints,
+            release,
+            layout,
+        )
+        memory.set_epoch(self._epoch)
+        self._made[region] = memory
+        return memory
+
+    def agent(self) -> AgentInfo:
+        """Of the blocks' memory; before it is made one that says where nothing is."""
+        if memory := self._made.get("kv"):
+            return memory.info()
+        return AgentInfo(self._config.worker_id, self._incarnation, self._epoch, (), ())
 
     def set_epoch(self, epoch: int) -> None:
-        self._agent.set_epoch(epoch)
+        self._epoch = epoch
+        for memory in self._made.values():
+            memory.set_epoch(epoch)
 
     def close(self) -> None:
-        self._puller.close()
-        self._agent.close()
-        self._arena.close()
+        for memory in self._made.values():
+            memory.close()
 
 
-def _quietly(post: Callable[..., object], call: Callable[..., None], argument: object) -> None:
-    try:
-        post(call, argument)
-    except RuntimeError:
-        _log.debug("the event loop has closed")
+def _acceptance(config: StoreConfig, own: IdentityKey) -> Callable[[IdentityKey, LayoutSpec | None], bool]:
+    """Same model, revision and tokenizer as configured, and the block size of what has blocks; how the KV is
+    stored and computed is the workers' choice."""
 
-
-def _acceptance(config: StoreConfig, own: IdentityKey) -> Callable[[IdentityKey, LayoutSpec], bool]:
-    """Same model, revision and tokenizer as configured, and the block size; how the KV is stored and
-    computed is the workers' choice."""
-
-    def accepts(identity: IdentityKey, layout: LayoutSpec) -> bool:
+    def accepts(identity: IdentityKey, layout: LayoutSpec | None) -> bool:
         kept = msgspec.structs.replace(own, kv_dtype=identity.kv_dtype, numerics=identity.numerics)
-        return identity == kept and layout.block_size == config.kv.block_size and bool(layout.groups)
+        fits = layout is None or (layout.block_size == config.kv.block_size and bool(layout.groups))
+        return identity == kept and fits
 
     return accepts
 
@@ -118,7 +165,11 @@ async def _serve(config: StoreConfig) -> None:
         block_size=config.kv.block_size,
         pid=os.getpid(),
     )
-    service = StoreService(base, _acceptance(config, identity), partial(PulledStore, config, incarnation))
+    reactor = LoopReactor(asyncio.get_running_loop())
+    clock, failpoints = MonotonicClock(), Failpoints.parse(config.runtime.failpoints)
+    lower = open_lower_tiers(config, reactor, clock, failpoints)
+    memories = Memories(config, incarnation, lower, clock, failpoints)
+    service = StoreService(base, _acceptance(config, identity), memories, lower)
     server = RpcServer(
         config.server.host, config.server.port, max_message_bytes=config.server.max_message_bytes
     )
@@ -135,7 +186,10 @@ async def _serve(config: StoreConfig) -> None:
     watch.cancel()
     await announcer.close()
     await server.stop(0.5)
-    service.close()
+    # Nobody writes to memory that is given back: first what is on its way, then the memory.
+    lower.chain.close()
+    reactor.close()
+    memories.close()
     metrics.close()
 
 

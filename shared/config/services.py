@@ -36,13 +36,47 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class KVConfig:
-    """The KV cache. ``num_blocks`` 0 = as many as ``memory_mb`` holds."""
+    """The KV cache. ``num_blocks`` 0 = as many as ``memory_mb`` holds. ``keeper``: the address of who
+    holds the memory for the worker's next life ("": it ends with the process); the launcher fills it in.
+
+    For tests alone: ``verify`` off trusts bytes as they come; ``hash_bits`` cuts block hashes short, so that
+    blocks share theirs.
+    """
 
     block_size: int = ranged(16, 1, 1024)
     num_blocks: int = ranged(0, 0, 1 << 31)
     memory_mb: int = ranged(256, 1, 1 << 20)
     prefix_caching: bool = True
     verify: bool = True
+    hash_bits: int = ranged(256, 1, 256)
+    keeper: str = ""
+
+
+@dataclass(frozen=True)
+class StoreKVConfig(KVConfig):
+    """The store's blocks in memory. ``policy``: what goes first when room is needed."""
+
+    policy: Literal["lru", "arc", "s3fifo"] = "arc"
+
+
+@dataclass(frozen=True)
+class DiskConfig:
+    """A tier on the local disk, in a directory of its own; ``path`` empty = none. ``capacity_mb`` is a hard
+    bound on what its files occupy."""
+
+    path: str = ""
+    capacity_mb: int = ranged(4096, 1, 1 << 30)
+    policy: Literal["lru", "arc", "s3fifo"] = "arc"
+
+
+@dataclass(frozen=True)
+class LowerTiersConfig:
+    """How records move between memory and lower tiers: at most so many a time, and a look-up waits at most
+    ``deadline_s`` for them."""
+
+    deadline_s: float = ranged(0.7, 0.001, 60)
+    max_loads: int = ranged(1024, 1, 1 << 20)
+    max_stores: int = ranged(256, 1, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -65,17 +99,25 @@ class TransferConfig:
 
     A request whose router has not asked after it for ``lease_s`` is given up, one whose router's stream has
     ended after ``orphan_grace_s``.
+
+    ``tcp_port``: where backend tcp listens, 0 = any free one. ``tcp_advertise`` ("host:port") is what peers
+    are told instead of that, for those who reach it through somebody else; empty = the same.
     """
 
-    order: tuple[Literal["shm", "tcp", "nixl"], ...] = ("shm", "tcp")
+    order: tuple[Literal["shm", "tcp", "nixl", "mooncake"], ...] = ("shm", "tcp")
     lease_s: float = ranged(30.0, 0.1, 3600)
     orphan_grace_s: float = ranged(5.0, 0.01, 3600)
     deadline_s: float = ranged(5.0, 0.01, 600)
     tcp_host: str = "127.0.0.1"
+    tcp_port: int = ranged(0, 0, 65535)
+    tcp_advertise: str = ""
 
     def __post_init__(self) -> None:
         if not self.order:
             raise ValueError("order must name at least one backend")
+        _, _, port = self.tcp_advertise.rpartition(":")
+        if self.tcp_advertise and not (port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError("tcp_advertise must be host:port")
 
 
 @dataclass(frozen=True)
@@ -213,14 +255,17 @@ class RouterConfig:
 class WorkerConfig:
     """An encoder, prefill or decode worker.
 
-    ``routers`` are the gRPC addresses to announce itself to; ``kv_store`` is one, empty = none.
+    ``routers`` are the gRPC addresses to announce itself to. ``kv_stores`` are those of the stores, besides
+    which the worker uses the stores that its routers list; a segment of blocks is kept by ``store_replicas``
+    of them.
     """
 
     model: ModelConfig
     worker_id: str
     kind: Literal["encoder", "prefill", "decode"]
     routers: tuple[str, ...] = ()
-    kv_store: str = ""
+    kv_stores: tuple[str, ...] = ()
+    store_replicas: int = ranged(1, 1, 2)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv: KVConfig = field(default_factory=KVConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
@@ -232,13 +277,30 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The KV store. ``model`` says whose KV it keeps."""
+    """The KV store. ``model`` says whose KV it keeps.
+
+    ``embeddings_mb`` of memory are for embeddings, 0 = none are kept. One tenant may take ``tenant_share`` of
+    the blocks from others.
+
+    ``tiers`` are lower tiers from outside of this package, below the disk, nearest first:
+    "package.module:Class" or "package.module:Class?option=value&option=value", where values are JSON, or
+    text if they are not.
+    """
 
     model: ModelConfig
     worker_id: str = "kv-store-0"
     routers: tuple[str, ...] = ()
-    kv: KVConfig = field(default_factory=KVConfig)
+    kv: StoreKVConfig = field(default_factory=StoreKVConfig)
+    embeddings_mb: int = ranged(64, 0, 1 << 20)
+    tenant_share: float = ranged(1.0, 0.0, 1.0)
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    tiers: tuple[str, ...] = ()
+    lower: LowerTiersConfig = field(default_factory=LowerTiersConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def __post_init__(self) -> None:
+        if self.transfer.tcp_port and self.embeddings_mb:
+            raise ValueError("a fixed transfer.tcp_port serves blocks alone: set embeddings_mb to 0")

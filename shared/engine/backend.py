@@ -19,7 +19,8 @@ from shared.types.kv import KVCacheSpec, KVGroupSpec
 
 @dataclass(frozen=True)
 class RunnerMemory:
-    """Block data of the arenas: one view a KV group, and the ``ec`` arena's with its rows a block."""
+    """Block data of the arenas: one view a KV group, of each tensor-parallel rank in turn, and the ``ec``
+    arena's with its rows a block."""
 
     kv: tuple[memoryview, ...]
     ec: memoryview
@@ -29,7 +30,8 @@ class RunnerMemory:
 class Backend(ABC):
     """A model as one kind of runner sees it. Building one reads configuration only, never weights.
 
-    ``row_bytes``: bytes of one embedding row, of ``row_dtype``. ``max_model_len`` in tokens.
+    ``row_bytes``: bytes of one embedding row, of ``row_dtype``. ``max_model_len`` in tokens. ``tp_size``:
+    ranks that share the heads of ``groups``, which are the whole model's.
     """
 
     identity: IdentityKey
@@ -38,6 +40,7 @@ class Backend(ABC):
     max_model_len: int
     row_bytes: int
     row_dtype: str
+    tp_size: int = 1
 
     def cache_spec(self, block_size: int) -> KVCacheSpec:
         """The KV geometry at this block size."""
@@ -45,7 +48,7 @@ class Backend(ABC):
 
     def layout(self, block_size: int) -> LayoutSpec:
         """The layout record that decides pairing."""
-        return LayoutSpec(groups=self.groups, block_size=block_size)
+        return LayoutSpec(groups=self.groups, block_size=block_size, tp_size=self.tp_size)
 
     @abstractmethod
     def runner(self, spec: KVCacheSpec, memory: RunnerMemory, limits: SchedulerLimits) -> Runner:
@@ -78,7 +81,9 @@ def load_backend(config: ModelConfig, runtime: RuntimeConfig) -> Backend:
     if kind == "witness":
         from shared.engine.backend_witness import WitnessBackend
 
-        return WitnessBackend(config)
+        return WitnessBackend(config, runtime.tp_size)
+    if runtime.tp_size > 1:
+        raise ConfigError(f"runtime.tp_size={runtime.tp_size}: the torch runner has one rank")
     from shared.engine.backend_torch import TorchBackend
 
     return TorchBackend(config, runtime)

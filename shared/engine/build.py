@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from shared.clock import Clock, Entropy
 from shared.config import capacity
-from shared.config.services import EncoderConfig, TransferConfig, WorkerConfig
-from shared.engine.backend import Backend, RunnerMemory
+from shared.config.services import TransferConfig, WorkerConfig
+from shared.engine.backend import Backend
 from shared.engine.core import EngineCore, EngineParts
 from shared.engine.desk import PullDesk
 from shared.engine.embeddings import Embeddings
 from shared.engine.inbox import Inbox, Outbox
 from shared.engine.intake import Intake
 from shared.engine.loop import EngineLoop
+from shared.engine.memory import WorkerMemory, make_memory
 from shared.engine.outflow import Outflow
 from shared.engine.owners import Owners
 from shared.engine.spans import RequestSpans
@@ -30,7 +31,7 @@ from shared.scheduler.scheduler import Scheduler, SchedulerLimits
 from shared.telemetry.logs import get_logger
 from shared.telemetry.tracing import Tracer
 from shared.transfer.arena import Arena
-from shared.types.kv import KVCacheSpec
+from shared.transfer.shards import ranks_of
 
 log = get_logger(__name__)
 
@@ -51,42 +52,23 @@ class Environment:
 
 @dataclass(frozen=True)
 class TokenEngine:
-    """A built engine; ``desk`` still wants its puller, ``store_calls`` may still be unreachable."""
+    """A built engine; ``desk`` still wants its puller, ``store_calls`` may still be unreachable.
+    ``num_recalled``: blocks of an earlier life that are found again."""
 
     core: EngineCore
     loop: EngineLoop
     desk: PullDesk
-    arenas: dict[str, Arena]
+    memory: WorkerMemory
+    num_recalled: int
 
-
-def make_arenas(
-    spec: KVCacheSpec, num_blocks: int, encoder: EncoderConfig, row_bytes: int, incarnation: str
-) -> dict[str, Arena]:
-    """The ``kv`` arena and the ``ec`` arena of a worker."""
-    extents = tuple(group.extent_bytes(spec.block_size) for group in spec.groups)
-    return {
-        "kv": Arena.create("kv", (num_blocks,) * len(extents), extents, incarnation),
-        "ec": make_ec_arena(encoder, row_bytes, incarnation),
-    }
+    @property
+    def arenas(self) -> dict[str, Arena]:
+        return self.memory.arenas
 
 
 def make_owners(outbox: Outbox, transfer: TransferConfig, clock: Clock) -> Owners:
     """The routers' leases on a worker's requests."""
     return Owners(outbox, clock, transfer.lease_s, transfer.orphan_grace_s)
-
-
-def make_ec_arena(encoder: EncoderConfig, row_bytes: int, incarnation: str) -> Arena:
-    """An arena of embedding rows. Raises ConfigError when the memory holds less than a block of them."""
-    num_blocks, extent = capacity.embedding_blocks(encoder, row_bytes), encoder.rows_per_block * row_bytes
-    return Arena.create("ec", (num_blocks,), (extent,), incarnation)
-
-
-def runner_memory(arenas: dict[str, Arena], rows_per_block: int) -> RunnerMemory:
-    """The block data of the arenas, as runners take it."""
-    kv = arenas.get("kv")
-    groups = range(len(kv.info.num_blocks)) if kv is not None else range(0)
-    views = tuple(kv.data(group) for group in groups) if kv is not None else ()
-    return RunnerMemory(views, arenas["ec"].data(0), rows_per_block)
 
 
 def build_token_engine(
@@ -101,21 +83,22 @@ def build_token_engine(
     spec = backend.cache_spec(config.kv.block_size)
     limits = _limits(config, backend)
     num_blocks = capacity.kv_blocks(config.kv, spec)
-    arenas = make_arenas(spec, num_blocks, config.encoder, backend.row_bytes, environment.incarnation)
-    hasher = BlockHasher(backend.identity, spec.block_size)
+    memory = make_memory(config, backend, environment.incarnation)
+    hasher = BlockHasher(backend.identity, spec.block_size, bits=config.kv.hash_bits)
     kv = KVCacheManager(
         spec,
         [num_blocks] * len(spec.groups),
         hasher,
-        [arenas["kv"].generations(group) for group in range(len(spec.groups))],
+        memory.generations(),
         prefix_caching=config.kv.prefix_caching,
+        ledgers=memory.ledgers,
     )
+    num_recalled = memory.recall(kv)
     inbox, outbox = Inbox(), Outbox()
     desk = PullDesk(inbox)
     costs = TierCosts(environment.clock, limits.max_num_batched_tokens)
     deadline_s = config.transfer.deadline_s
-    ec_pool = BlockPool(arenas["ec"].info.num_blocks[0], arenas["ec"].generations(0))
-    ec_cache = EncoderCache(ec_pool, config.encoder.rows_per_block)
+    ec_cache = _ec_cache(memory.arenas["ec"], config.encoder.rows_per_block)
     leases = LeaseTable(environment.clock, config.transfer.lease_s)
     owners = make_owners(outbox, config.transfer, environment.clock)
     parts = EngineParts(
@@ -130,7 +113,7 @@ def build_token_engine(
         spans=RequestSpans(environment.tracer),
         entropy=environment.entropy,
         failpoints=environment.failpoints,
-        spoil=lambda group, block_id: _flip_byte(arenas["kv"], group, block_id),
+        spoil=lambda group, block_id: _flip_byte(memory, group, block_id),
         inbox=inbox,
         outbox=outbox,
         owners=owners,
@@ -143,9 +126,9 @@ def build_token_engine(
         )
 
     core = EngineCore(parts, make_intake)
-    runner = backend.runner(spec, runner_memory(arenas, config.encoder.rows_per_block), limits)
+    runner = backend.runner(spec, memory.for_runner(config.encoder.rows_per_block), limits)
     loop = EngineLoop(core, parts.scheduler, runner, inbox, outbox, environment.clock, costs, fatal)
-    return TokenEngine(core, loop, desk, arenas)
+    return TokenEngine(core, loop, desk, memory, num_recalled)
 
 
 def max_model_len(config: WorkerConfig, backend: Backend) -> int:
@@ -175,6 +158,10 @@ def _limits(config: WorkerConfig, backend: Backend) -> SchedulerLimits:
     )
 
 
+def _ec_cache(arena: Arena, rows_per_block: int) -> EncoderCache:
+    return EncoderCache(BlockPool(arena.info.num_blocks[0], arena.generations(0)), rows_per_block)
+
+
 def _store_link(
     calls: StoreCalls | None,
     kv: KVCacheManager,
@@ -198,5 +185,5 @@ def _store_link(
     )
 
 
-def _flip_byte(arena: Arena, group: int, block_id: int) -> None:
-    arena.block(group, block_id)[0] ^= 0xFF
+def _flip_byte(memory: WorkerMemory, group: int, block_id: int) -> None:
+    ranks_of(memory.arenas, "kv")[0].block(group, block_id)[0] ^= 0xFF

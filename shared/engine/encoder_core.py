@@ -14,6 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from shared.clock import Clock
+from shared.engine.embedding_store import EmbeddingLink
 from shared.engine.inbox import Inbox, Outbox
 from shared.engine.owners import Owners
 from shared.errors import NotFound, OutOfBlocks, Overloaded, TriptychError
@@ -84,6 +85,7 @@ class EncoderParts:
     outbox: Outbox
     owners: Owners
     incarnation: str
+    store: EmbeddingLink = field(default_factory=EmbeddingLink)
 
 
 @dataclass(slots=True)
@@ -109,7 +111,9 @@ class EncoderCore:
         self._emit = parts.owners.emit
         self._media: OrderedDict[str, bytes] = OrderedDict()
         self._media_bytes = 0
-        self._preparing: set[str] = set()
+        #: Looked up in the store, or being prepared; since when.
+        self._preparing: dict[str, float] = {}
+        self._encoding: dict[str, float] = {}
         self._unplaced: dict[str, Prepared] = {}
         self._live: dict[str, Encoding] = {}
         self._draining = False
@@ -186,8 +190,10 @@ class EncoderCore:
         self.num_steps += 1
         metrics.STEPS.inc()
         metrics.ENCODED_ITEMS.inc(len(plan.items))
+        now = self._p.clock.now()
         for item, checksum in zip(plan.items, result.checksums, strict=True):
             self._p.cache.commit(item.mm_hash, checksum)
+            self._p.store.encoded(item.mm_hash, now - self._encoding.pop(item.mm_hash))
             self._p.cache.release(item.mm_hash, _STEP)
             self._ready(item.mm_hash)
         return True
@@ -250,16 +256,28 @@ class EncoderCore:
         data = self._media.get(mm_hash)
         if data is None:
             return False
-        self._preparing.add(mm_hash)
-        self._p.preparer.prepare(data, lambda out: self._p.inbox.post(lambda: self._prepared(mm_hash, out)))
+        self._preparing[mm_hash] = self._p.clock.now()
+        self._p.store.find(mm_hash, data, lambda found: self._looked_up(mm_hash, data, found))
         return True
 
+    def _looked_up(self, mm_hash: str, data: bytes, found: bool) -> None:
+        """The store had the embeddings, and they are here; or they have to be made."""
+        if found:
+            del self._preparing[mm_hash]
+            for encoding in self._waiting_for(mm_hash):
+                self._p.cache.acquire(mm_hash, encoding.request_id)
+            self._ready(mm_hash)
+            return
+        self._preparing[mm_hash] = self._p.clock.now()
+        self._p.preparer.prepare(data, lambda out: self._p.inbox.post(lambda: self._prepared(mm_hash, out)))
+
     def _prepared(self, mm_hash: str, outcome: Prepared | TriptychError) -> None:
-        self._preparing.discard(mm_hash)
+        began = self._preparing.pop(mm_hash)
         if isinstance(outcome, TriptychError):
             for encoding in self._waiting_for(mm_hash):
                 self._fail(encoding, outcome)
             return
+        self._encoding[mm_hash] = began
         self._unplaced[mm_hash] = outcome
         self._place()
 
@@ -273,9 +291,12 @@ class EncoderCore:
             mm_hash, prepared = next(iter(self._unplaced.items()))
             waiting = self._waiting_for(mm_hash)
             problem = self._schedule(mm_hash, prepared, waiting) if waiting else None
-            if problem and (self._p.scheduler.num_waiting or any(e.held for e in self._live.values())):
+            in_use = self._p.scheduler.num_waiting or any(e.held for e in self._live.values())
+            if problem and (in_use or self._p.store.holds_any):
                 return
             del self._unplaced[mm_hash]
+            if problem or not waiting:
+                del self._encoding[mm_hash]
             for encoding in waiting if problem else ():
                 self._fail(encoding, Overloaded("no room for embeddings"))
 

@@ -22,16 +22,19 @@ from shared.config.services import TelemetryConfig, WorkerConfig
 from shared.engine.backend import Backend, load_backend
 from shared.engine.build import Environment, build_token_engine, max_model_len
 from shared.engine.build_encoder import build_encoder_engine
+from shared.engine.embedding_store import RemoteEmbeddingCalls
 from shared.engine.port import Core, EnginePort
 from shared.engine.store_calls import RemoteStoreCalls
 from shared.engine.thread import STATUS_INTERVAL_S
 from shared.failpoints import Failpoints
-from shared.rpc.control import Announcer
+from shared.rpc.control import Announcer, ControlClient
 from shared.rpc.server import RpcServer
 from shared.rpc.worker_stream import WorkerServicer
 from shared.telemetry.http import MetricsServer
 from shared.telemetry.logs import configure, get_logger
 from shared.telemetry.tracing import Tracer, build_tracer
+from shared.tiering.membership import Membership
+from shared.tiering.pool import StorePool
 from shared.tiering.remote import KvStoreClient
 from shared.transfer.agent import TransferAgent
 from shared.transfer.arena import Arena
@@ -61,6 +64,7 @@ class Host:
     event_loop: asyncio.AbstractEventLoop
     address: str = ""
     exit_code: int = 0
+    num_recalled: int = 0
     agent: TransferAgent | None = None
 
     def agent_info(self) -> AgentInfo:
@@ -83,6 +87,7 @@ class Host:
             block_size=config.kv.block_size,
             max_model_len=max_model_len(config, self.backend),
             pid=os.getpid(),
+            recalled=self.num_recalled > 0,
         )
 
     def make_agent(self, arenas: Mapping[str, Arena]) -> TransferAgent:
@@ -137,6 +142,7 @@ def _token_worker(host: Host) -> Built:
     config, environment = host.config, host.environment
     calls = _store_calls(host)
     engine = build_token_engine(config, host.backend, environment, calls, host.fatal)
+    host.num_recalled = engine.num_recalled
     agent = host.make_agent(engine.arenas)
     puller = Puller(
         agent,
@@ -156,38 +162,54 @@ def _token_worker(host: Host) -> Built:
             await calls.close()
         puller.close()
         agent.close()
-        for arena in engine.arenas.values():
-            arena.close()
+        engine.memory.close()
 
     return engine.core, engine.loop, EnginePort(engine.core, host.info), close
 
 
 def _store_calls(host: Host) -> RemoteStoreCalls | None:
     config = host.config
-    if not config.kv_store:
+    if not (config.kv_stores or config.routers):
         return None
-    layout = host.backend.layout(config.kv.block_size)
-    client = KvStoreClient(config.kv_store, host.backend.identity, layout, host.environment.clock)
-    return RemoteStoreCalls(client, host.agent_info, host.event_loop)
+    identity, layout = host.backend.identity, host.backend.layout(config.kv.block_size)
+    pool = StorePool(
+        lambda address: KvStoreClient(address, identity, layout),
+        config.kv_stores,
+        config.store_replicas,
+    )
+    routers = [ControlClient(address) for address in config.routers]
+    membership = Membership(pool, config.kv_stores, routers, identity.model)
+    membership.start()
+    return RemoteStoreCalls(pool, membership, host.agent_info, host.event_loop)
 
 
 def _encoder(host: Host) -> Built:
     config, environment = host.config, host.environment
+    calls = None
+    if config.kv_stores:
+        identity, clock = host.backend.identity, environment.clock
+        calls = RemoteEmbeddingCalls(config.kv_stores, identity, clock, host.event_loop)
     engine = build_encoder_engine(
-        config, host.backend, environment, host.event_loop, host.agent_info, host.fatal
+        config, host.backend, environment, host.event_loop, host.agent_info, host.fatal, calls
     )
     agent = host.make_agent(engine.arenas)
     puller = Puller(
         agent,
-        deliver=lambda outcome: None,
-        notified=lambda payload: engine.inbox.post(lambda: engine.core.verified(payload)),
-        settled=lambda pull_id: None,
+        deliver=engine.desk.deliver,
+        notified=engine.desk.notified,
+        settled=engine.desk.settle,
         clock=environment.clock,
+        deadline_s=config.transfer.deadline_s,
+        failpoints=environment.failpoints,
+        verify=config.kv.verify,
     )
     puller.expect(True)
+    engine.desk.bind(puller)
 
     async def close() -> None:
         await engine.preparer.close()
+        if calls is not None:
+            await calls.close()
         puller.close()
         agent.close()
         engine.arenas["ec"].close()

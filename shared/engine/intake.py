@@ -151,6 +151,7 @@ class Intake:
             self._desk,
             self._deadline_s,
             lambda outcome: self._on_landed(receiving, outcome),
+            num_tokens,
         )
         self._emit(Reserved(request.request_id, num_held, self._kv.spec.num_blocks_for(num_tokens)))
         return True

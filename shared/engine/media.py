@@ -19,6 +19,24 @@ log = get_logger(__name__)
 Done = Callable[[Prepared | TriptychError], None]
 
 
+class MediaFormat:
+    """What decides a model's embeddings beside media and weights, and their shape (an EmbeddingFormat)."""
+
+    def __init__(self, model_dir: Path, config: EncoderConfig, row_bytes: int, dtype: str) -> None:
+        self._processor = load_processor(model_dir)
+        self._limits = ImageLimits(max_bytes=config.max_media_bytes, max_pixels=config.max_pixels)
+        self.processor_version = self._processor.version
+        self.decode_options = str(self._processor.size)
+        self.row_bytes = row_bytes
+        self.dtype = dtype
+        self.rows_per_block = config.rows_per_block
+
+    def num_rows(self, data: bytes) -> int:
+        """Rows that the media will have, by its header. Raises TriptychError."""
+        header = inspect_image(data, self._limits)
+        return self._processor.num_rows(header.width, header.height)
+
+
 class RawMedia:
     """Media bytes as they are; the header says how many rows they make."""
 

@@ -1,4 +1,4 @@
-"""The kv_store's RPCs, made from the engine thread and answered by callback."""
+"""The kv_stores' RPCs, made from the engine thread and answered by callback."""
 
 from __future__ import annotations
 
@@ -6,41 +6,51 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from shared.kv_cache.block_hash import HashedBlock
 from shared.kv_cache.manager import CommittedBlock
-from shared.tiering.remote import MISS, KvStoreClient
-from shared.types.store import StoreHit
+from shared.kv_cache.segments import WantedBlock
+from shared.tiering.membership import Membership
+from shared.tiering.pool import NO_HIT, PoolHit, StorePool
 from shared.types.transfer import AgentInfo
 
 
 class RemoteStoreCalls:
-    """Implements ``shared.engine.store_link.StoreCalls`` over a client that lives on ``event_loop``.
+    """Implements ``shared.engine.store_link.StoreCalls`` over a pool that lives on ``event_loop``.
 
-    ``agent`` gives our own agent as it is at the call. The client turns every failure into a miss; if
-    even a call to it breaks, the callback still comes, so that no request waits and no block stays pinned.
+    ``agent`` gives our own agent as it is at the call; ``membership`` keeps the pool's nodes. The pool turns
+    every failure into a miss; if even a call to it breaks, the callback still comes, so that no request waits
+    and no block stays pinned.
     """
 
     def __init__(
-        self, client: KvStoreClient, agent: Callable[[], AgentInfo], event_loop: asyncio.AbstractEventLoop
+        self,
+        pool: StorePool,
+        membership: Membership,
+        agent: Callable[[], AgentInfo],
+        event_loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._client = client
+        self._pool = pool
+        self._membership = membership
         self._agent = agent
         self._event_loop = event_loop
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def lookup(self, wanted: tuple[HashedBlock, ...], done: Callable[[StoreHit], None]) -> None:
+    @property
+    def usable(self) -> bool:
+        return self._pool.usable
+
+    def lookup(self, wanted: tuple[WantedBlock, ...], done: Callable[[PoolHit], None]) -> None:
         async def call() -> None:
-            hit = MISS
+            hit = NO_HIT
             try:
-                hit = await self._client.lookup(wanted)
+                hit = await self._pool.lookup(wanted)
             finally:
                 done(hit)
 
         self._run(call)
 
-    def release(self, lease_id: str) -> None:
+    def release(self, hit: PoolHit) -> None:
         async def call() -> None:
-            await self._client.release((lease_id,))
+            await self._pool.release(hit.leases)
 
         self._run(call)
 
@@ -48,17 +58,18 @@ class RemoteStoreCalls:
         async def call() -> None:
             kept = 0
             try:
-                kept = await self._client.offer(self._agent(), blocks)
+                kept = await self._pool.offer(self._agent(), blocks)
             finally:
                 done(kept)
 
         self._run(call)
 
     async def close(self) -> None:
-        """Cancel what is under way and close the client."""
+        """Cancel what is under way and close membership and pool."""
         for task in tuple(self._tasks):
             task.cancel()
-        await self._client.close()
+        await self._membership.close()
+        await self._pool.close()
 
     def _run(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
         def begin() -> None:

@@ -1,9 +1,8 @@
-"""A worker's side of the kv_store: hits before a prompt is computed, offers after blocks are final."""
+"""A worker's side of the kv_stores: hits before a prompt is computed, offers after blocks are final."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Protocol
 
 from shared.engine.desk import PullDesk
@@ -12,12 +11,13 @@ from shared.engine.landing import Landing
 from shared.engine.observe import observe_pull
 from shared.engine.tier_costs import TierCosts
 from shared.errors import OutOfBlocks
-from shared.kv_cache.block_hash import BlockHasher, HashedBlock
+from shared.kv_cache.block_hash import BlockHasher
 from shared.kv_cache.manager import CommittedBlock, KVCacheManager
+from shared.kv_cache.segments import WantedBlock, wanted_blocks
 from shared.scheduler.sequence import Sequence
 from shared.telemetry import metrics
+from shared.tiering.pool import NO_HIT, PoolHit
 from shared.transfer.handoff import PullOutcome
-from shared.types.store import StoreHit
 
 
 class StoreLink:
@@ -36,15 +36,17 @@ class StoreLink:
 
 
 class StoreCalls(Protocol):
-    """The store's RPCs as calls that answer by callback, in any thread."""
+    """The stores' RPCs as calls that answer by callback, in any thread. ``usable``: any store answers."""
 
-    def lookup(self, wanted: tuple[HashedBlock, ...], done: Callable[[StoreHit], None]) -> None: ...
-    def release(self, lease_id: str) -> None: ...
+    @property
+    def usable(self) -> bool: ...
+    def lookup(self, wanted: tuple[WantedBlock, ...], done: Callable[[PoolHit], None]) -> None: ...
+    def release(self, hit: PoolHit) -> None: ...
     def offer(self, blocks: tuple[CommittedBlock, ...], done: Callable[[int], None]) -> None: ...
 
 
 class RemoteStoreLink(StoreLink):
-    """Talks to a kv_store. Engine thread only, except the callbacks of ``calls``."""
+    """Talks to the kv_stores. Engine thread only, except the callbacks of ``calls``."""
 
     def __init__(
         self,
@@ -67,12 +69,12 @@ class RemoteStoreLink(StoreLink):
         self._costs = costs
         self._max_offered = max_offered_blocks
         self._num_offered = 0
-        self._landings: dict[str, tuple[Landing, str]] = {}
+        self._landings: dict[str, tuple[Landing, PoolHit]] = {}
 
     def load(self, sequence: Sequence, then: Callable[[], None]) -> None:
         request, spec = sequence.request, self._kv.spec
         usable = (len(sequence.tokens) - 1) // spec.block_size
-        if not usable:
+        if not usable or not self._calls.usable:
             then()
             return
         held = self._kv.open(
@@ -90,24 +92,24 @@ class RemoteStoreLink(StoreLink):
             then()
             return
         blocks = self._hasher.prompt(sequence.tokens, request.media, request.cache_salt, request.adapter)
-        wanted = tuple(islice(blocks, first, usable))
         metrics.STORE_QUERIES.inc(usable - first)
         asked_at = self._costs.now()
         self._calls.lookup(
-            wanted, lambda hit: self._inbox.post(lambda: self._found(sequence, first, asked_at, hit, then))
+            wanted_blocks(blocks, first, usable),
+            lambda hit: self._inbox.post(lambda: self._found(sequence, first, asked_at, hit, then)),
         )
 
     def forget(self, sequence: Sequence) -> None:
-        landing, lease_id = self._landings.pop(sequence.key, (None, ""))
+        landing, hit = self._landings.pop(sequence.key, (None, NO_HIT))
         if landing is not None:
             landing.close()
-            self._calls.release(lease_id)
+            self._calls.release(hit)
             sequence.kv_open = False
 
     def offer(self, blocks: tuple[CommittedBlock, ...]) -> None:
         # The request may have ended with this very step: then only what is cached is still there.
         blocks = tuple(block for block in blocks if self._is_kept(block))
-        if not blocks or self._num_offered + len(blocks) > self._max_offered:
+        if not blocks or not self._calls.usable or self._num_offered + len(blocks) > self._max_offered:
             return
         self._num_offered += len(blocks)
         for block in blocks:
@@ -125,18 +127,18 @@ class RemoteStoreLink(StoreLink):
             self._kv.unpin(block.group, (block.block_id,))
 
     def _found(
-        self, sequence: Sequence, first: int, asked_at: float, hit: StoreHit, then: Callable[[], None]
+        self, sequence: Sequence, first: int, asked_at: float, hit: PoolHit, then: Callable[[], None]
     ) -> None:
         if sequence.done or not hit.num_blocks:
-            if hit.lease_id:
-                self._calls.release(hit.lease_id)
+            if hit.leases:
+                self._calls.release(hit)
             then()
             return
         end = (first + hit.num_blocks) * self._kv.spec.block_size
         try:
             self._kv.reserve(sequence.key, end, writable_from=sequence.num_computed)
         except OutOfBlocks:
-            self._calls.release(hit.lease_id)
+            self._calls.release(hit)
             then()
             return
         metrics.STORE_HITS.inc(hit.num_blocks)
@@ -148,25 +150,25 @@ class RemoteStoreLink(StoreLink):
             self._deadline_s,
             lambda outcome: self._landed(sequence, first, asked_at, hit, outcome, then),
         )
-        self._landings[sequence.key] = landing, hit.lease_id
+        self._landings[sequence.key] = landing, hit
         for run in hit.runs:
-            landing.pull(run.producer, run.group, first, run.blocks)
+            landing.pull(run.producer, run.group, first + run.first, run.blocks)
 
     def _landed(
         self,
         sequence: Sequence,
         first: int,
         asked_at: float,
-        hit: StoreHit,
+        hit: PoolHit,
         outcome: PullOutcome,
         then: Callable[[], None],
     ) -> None:
         observe_pull("store", outcome)
-        landing, _ = self._landings.get(sequence.key, (None, ""))
+        landing, _ = self._landings.get(sequence.key, (None, NO_HIT))
         if landing is None or not landing.idle:
             return
         del self._landings[sequence.key]
-        self._calls.release(hit.lease_id)
+        self._calls.release(hit)
         self._costs.loaded(hit.num_blocks * self._kv.spec.block_size, asked_at)
         if landing.lost or sequence.done:
             landing.close()

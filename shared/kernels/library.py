@@ -61,19 +61,19 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "triptych" / "kernels"
 
 
-def build(compiler: str, directory: Path) -> Path:
-    """The library built from the sources, from ``directory`` if it is there already.
+def build(compiler: str, directory: Path, name: str = "kernels") -> Path:
+    """The library built from the source ``name``, from ``directory`` if it is there already.
 
     Several processes may build at once: the last rename wins and all are equal.
     Raises OSError or subprocess.SubprocessError.
     """
-    target = directory / f"kernels-{_build_key(compiler)}.so"
+    target = directory / f"{name}-{_build_key(compiler)}.so"
     if target.exists():
         return target
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         output = Path(scratch) / target.name
-        command = [compiler, *_FLAGS, str(_SOURCES / "kernels.c"), "-o", str(output), "-lm"]
+        command = [compiler, *_FLAGS, str(_SOURCES / f"{name}.c"), "-o", str(output), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_TIMEOUT_S)
         output.replace(target)
     return target

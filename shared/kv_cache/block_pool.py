@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from shared.errors import InternalError, OutOfBlocks
 from shared.kv_cache.block_hash import BlockMedia
 from shared.kv_cache.ledger import LedgerEntry, NullLedger, in_prefix_order
+from shared.telemetry import metrics
 
 _GENERATION_MASK = (1 << 64) - 1
 
@@ -294,11 +295,16 @@ class BlockPool:
         """The first published block with these contents; it may be free (``share`` it before anything
         else is allocated). With ``before`` (the key of the block before) the whole prefix is compared, not
         only the parent's hash."""
+        found, collided = None, False
         for block_id in self._index.get(block_hash, ()):
             key = self._keys[block_id]
             if key is not None and key.matches(parent, token_ids, media, before):
-                return block_id
-        return None
+                found = block_id
+                break
+            collided = True
+        if collided:
+            metrics.HASH_COLLISIONS.inc()
+        return found
 
     def key(self, block_id: int) -> BlockKey | None:
         """What the block was published with; None when it is not findable."""

@@ -17,7 +17,9 @@ from shared.errors import InternalError, OutOfBlocks
 from shared.kv_cache import sealing
 from shared.kv_cache.block_hash import BlockHasher, BlockMedia, media_by_block
 from shared.kv_cache.block_pool import BlockKey, BlockPool, CacheObserver, Generations
+from shared.kv_cache.ledger import NullLedger
 from shared.kv_cache.sealing import Checksums
+from shared.kv_cache.segments import segment_start
 from shared.kv_cache.sequence import SequenceState
 from shared.step import BlockCopy
 from shared.types.kv import KVCacheSpec
@@ -30,7 +32,7 @@ _NOTHING_IN_FLIGHT: Mapping[int, Sequence[int]] = {}
 class CommittedBlock(Struct, frozen=True):
     """A block that became final: where it is, what it holds, and how a copy is verified.
 
-    ``index`` is its place in the block table of ``group``.
+    ``index`` is its place in the block table of ``group``; ``segment`` the hash of its segment's first block.
     """
 
     group: int
@@ -41,12 +43,14 @@ class CommittedBlock(Struct, frozen=True):
     token_ids: tuple[int, ...]
     media: BlockMedia
     ref: BlockRef
+    segment: bytes
 
 
 class KVCacheManager:
     """The KV blocks of one worker. One pool a group, of ``num_blocks[group]`` blocks.
 
-    ``observer`` hears of hashes that come and go in group 0, which stands for all. With
+    ``observer`` hears of hashes that come and go in group 0, which stands for all. ``ledgers``, one a group,
+    are told what the blocks hold, for a next life. With
     ``prefix_caching`` off, blocks are hashed and committed but never found.
     """
 
@@ -59,17 +63,19 @@ class KVCacheManager:
         *,
         prefix_caching: bool = True,
         observer: CacheObserver | None = None,
+        ledgers: Sequence[NullLedger] | None = None,
     ) -> None:
         if not spec.groups or len(num_blocks) != len(spec.groups):
             raise ValueError("one number of blocks a group is needed")
         if hasher.block_size != spec.block_size:
             raise ValueError("hasher and spec differ in block_size")
         tables = generations if generations is not None else [None] * len(num_blocks)
+        books = ledgers if ledgers is not None else [NullLedger()] * len(num_blocks)
         self.spec = spec
         self._block_size = spec.block_size
         self._pools = tuple(
-            BlockPool(n, table, observer if group == 0 else None)
-            for group, (n, table) in enumerate(zip(num_blocks, tables, strict=True))
+            BlockPool(n, table, observer if group == 0 else None, book)
+            for group, (n, table, book) in enumerate(zip(num_blocks, tables, books, strict=True))
         )
         self._hasher = hasher
         self._prefix_caching = prefix_caching
@@ -258,6 +264,8 @@ class KVCacheManager:
 
     def _commit_block(self, committed: list[CommittedBlock], seq: SequenceState, index: int) -> None:
         key = own = self._key_at(seq, index)
+        start = segment_start(index)
+        segment = own.block_hash if start == index else seq.keys[start].block_hash
         for group, (pool, table) in enumerate(zip(self._pools, seq.tables, strict=True)):
             block_id = table[index]
             if self._prefix_caching and not pool.is_held(block_id):
@@ -266,7 +274,7 @@ class KVCacheManager:
             ref = self._ref(pool, block_id)
             committed.append(
                 CommittedBlock(
-                    group, index, block_id, own.block_hash, own.parent, own.token_ids, own.media, ref
+                    group, index, block_id, own.block_hash, own.parent, own.token_ids, own.media, ref, segment
                 )
             )
         seq.keys.append(key)

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shared.types.store import BlockKey
 from shared.types.transfer import BlockRef
 
 
+class Filled(NamedTuple):
+    """A reserved block whose bytes are in place and verified, with its producer's checksums."""
+
+    block_id: int
+    key: BlockKey
+    checksums: tuple[int, ...]
+    tenant: str = ""
+
+
 class Tier(ABC):
     """Blocks of one KV group. A block is *reserved* (being filled), *held* (found by its key) or gone.
 
-    Single-threaded. ``block_size`` tokens and all of a key's content are compared on a look-up, never
-    the hash alone. A held block may be evicted by ``reserve`` at any time unless it is pinned.
+    Single-threaded. All of a key's content is compared on a look-up, never the hash alone. A held block
+    may be evicted by ``reserve`` at any time unless it is pinned.
     """
 
     @abstractmethod
@@ -24,25 +34,34 @@ class Tier(ABC):
         """Ids of the leading keys that are held. Pins nothing: ``pin`` before the next ``reserve``."""
 
     @abstractmethod
+    def find(self, key: BlockKey) -> int | None:
+        """As ``lookup``, of one key."""
+
+    @abstractmethod
     def pin(self, ids: Sequence[int]) -> None:
         """Keep held blocks from eviction; once a call, given back by ``unpin``."""
 
     @abstractmethod
     def unpin(self, ids: Sequence[int]) -> None:
-        """Give one pin of each back; they become the most recently used. ``ids`` in prefix order."""
+        """Give one pin of each back."""
+
+    @abstractmethod
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Held blocks, consecutive and in order, were used: that counts for eviction."""
 
     @abstractmethod
     def ref(self, block_id: int) -> BlockRef:
         """Generation and checksums of a held block, as its producer took them."""
 
     @abstractmethod
-    def reserve(self, n: int) -> list[int]:
-        """Room for at most ``n`` new blocks: fewer when pinned blocks leave no more. Evicts the least
-        recently used held blocks."""
+    def reserve(self, n: int, tenant: str = "") -> list[int]:
+        """Room for at most ``n`` new blocks: fewer when pinned blocks or others' shares leave no more.
+        Evicts by the tier's policy, of a prefix the tail first."""
 
     @abstractmethod
-    def commit(self, block_id: int, key: BlockKey, checksums: tuple[int, ...]) -> None:
-        """A reserved block is filled and verified: it is held from now on."""
+    def commit(self, blocks: Sequence[Filled]) -> None:
+        """These blocks are held from now on. One whose content is held already is given up; one that is
+        another's only by its hash takes that one's place. Consecutive blocks stand in order."""
 
     @abstractmethod
     def discard(self, ids: Sequence[int], *, late: bool) -> None:

@@ -9,6 +9,9 @@ from shared.kv_cache.leases import LeaseTable
 from shared.tiering.base import Tier
 from shared.types.store import BlockKey
 
+#: What is pinned: block ids, one list a group.
+Pinned = tuple[list[int], ...]
+
 
 class PrefixLeases:
     """Grants, ends and expires such leases; ``tiers`` are one a group. Single-threaded."""
@@ -18,25 +21,39 @@ class PrefixLeases:
         self._tiers = tiers
         self._entropy = entropy
         self._leases = LeaseTable(clock, lease_s)
-        self._pinned: dict[str, tuple[list[int], ...]] = {}
+        self._pinned: dict[str, Pinned] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, keys: Sequence[BlockKey]) -> tuple[str, tuple[list[int], ...]]:
+    def grouped(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+        """The keys of each group, in order; those of no group here are left out."""
+        return [[key for key in keys if key.group == group] for group in range(len(self._tiers))]
+
+    def find(self, groups: Sequence[Sequence[BlockKey]]) -> Pinned:
+        """The longest prefix of every group's keys that every group holds. Pins nothing."""
+        found = [tier.lookup(keys) for tier, keys in zip(self._tiers, groups, strict=True)]
+        num_blocks = min(map(len, found))
+        return tuple(ids[:num_blocks] for ids in found)
+
+    def grant(self, keys: Sequence[BlockKey]) -> tuple[str, Pinned]:
         """Pin the longest prefix of ``keys`` (of each group consecutive blocks, in order) that every
         group holds. Returns the lease's id, empty without a hit, and the block ids of each group."""
-        found = [tier.lookup([k for k in keys if k.group == g]) for g, tier in enumerate(self._tiers)]
-        num_blocks = min(len(ids) for ids in found)
-        pinned = tuple(ids[:num_blocks] for ids in found)
-        if not num_blocks:
-            return "", pinned
-        for tier, ids in zip(self._tiers, pinned, strict=True):
+        groups = self.grouped(keys)
+        found = self.find(groups)
+        return self.pin(groups, found), found
+
+    def pin(self, groups: Sequence[Sequence[BlockKey]], found: Pinned) -> str:
+        """A lease on what ``find`` found, if that is anything, with nothing reserved since; it was used."""
+        if not found[0]:
+            return ""
+        for tier, keys, ids in zip(self._tiers, groups, found, strict=True):
             tier.pin(ids)
+            tier.use(keys[: len(ids)])
         lease_id = self._entropy.hex_id()
-        self._pinned[lease_id] = pinned
+        self._pinned[lease_id] = found
         self._leases.grant(lease_id)
-        return lease_id, pinned
+        return lease_id
 
     def release(self, lease_ids: Sequence[str]) -> None:
         """End leases; unknown ones are ignored."""

@@ -1,45 +1,57 @@
-"""A worker's client of the KV store. A store that is slow, gone or of another mind is a miss, never an
-error: the worker computes instead. Owns that rule and the pause after a failure; not the wire.
+"""A worker's client of one node of the KV store. A node that is slow, gone or of another mind is a miss,
+never an error: the worker computes instead. Owns that rule, and the pause after a failure until the node
+answers again; not the wire, and not which node keeps what (``pool``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from shared.clock import Clock
 from shared.errors import TriptychError
 from shared.kv_cache.block_hash import HashedBlock
 from shared.kv_cache.manager import CommittedBlock
 from shared.rpc.kv_store import MAX_LOOKED_UP, MAX_OFFERED, KvStoreStub
+from shared.telemetry import metrics
 from shared.telemetry.logs import get_logger
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.store import BlockKey, OfferedBlock, StoreHit
 from shared.types.transfer import AgentInfo
 
 _log = get_logger(__name__)
+T = TypeVar("T")
 
-#: After a failure the store is left alone for so long.
-PAUSE_S = 1.0
+#: A node that has failed is left alone, and asked so often, in seconds, whether it is back.
+PROBE_S = 1.0
 MISS = StoreHit()
 
 
 class KvStoreClient:
-    """Event loop only. Blocks of a worker have this identity and layout."""
+    """Event loop only. Blocks of a worker have this identity and layout. ``address`` is the node's name."""
 
-    def __init__(self, address: str, identity: IdentityKey, layout: LayoutSpec, clock: Clock) -> None:
+    def __init__(
+        self, address: str, identity: IdentityKey, layout: LayoutSpec, *, probe_s: float = PROBE_S
+    ) -> None:
+        self.address = address
         self._stub = KvStoreStub(address)
         self._identity = identity
         self._layout = layout
-        self._clock = clock
-        self._paused_until = 0.0
+        self._probe_s = probe_s
+        self._probe: asyncio.Task[None] | None = None
+        self._closed = False
+        self._num_calls = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
 
     @property
     def paused(self) -> bool:
-        """The store has failed a moment ago; calls are answered here meanwhile."""
-        return self._clock.now() < self._paused_until
+        """The node has failed and has not answered since, or is closed; calls are answered here."""
+        return self._closed or self._probe is not None
 
     async def offer(self, producer: AgentInfo, blocks: Sequence[CommittedBlock]) -> int:
-        """Offer committed blocks, of which the first ``MAX_OFFERED`` count; returns how many the store
+        """Offer committed blocks, of which the first ``MAX_OFFERED`` count; returns how many the node
         holds then. The blocks must stay as they are until it returns."""
         if self.paused or not blocks:
             return 0
@@ -47,41 +59,62 @@ class KvStoreClient:
             OfferedBlock(BlockKey(b.group, b.block_hash, b.parent, b.token_ids, b.media), b.ref)
             for b in blocks[:MAX_OFFERED]
         ]
-        try:
-            return await self._stub.offer(self._identity, producer, offered)
-        except TriptychError as error:
-            self._failed("offer", error)
-            return 0
+        return await self._call("offer", self._stub.offer(self._identity, producer, offered), 0)
 
     async def lookup(self, wanted: Sequence[HashedBlock]) -> StoreHit:
-        """The longest stored prefix of these consecutive blocks, in every group, under a lease that
-        must be released; MISS without one."""
+        """The longest stored prefix of this list of blocks, in every group, under a lease that must be
+        released; MISS without one. What is too much for one call counts as not stored."""
         groups = range(len(self._layout.groups))
-        if self.paused or not wanted or len(wanted) * len(groups) > MAX_LOOKED_UP:
+        wanted = wanted[: MAX_LOOKED_UP // max(1, len(groups))]
+        if self.paused or not wanted:
             return MISS
         keys = [BlockKey(g, b.block_hash, b.parent, b.token_ids, b.media) for g in groups for b in wanted]
-        try:
-            hit = await self._stub.lookup(self._identity, self._layout, keys)
-        except TriptychError as error:
-            self._failed("lookup", error)
-            return MISS
+        hit = await self._call("lookup", self._stub.lookup(self._identity, self._layout, keys), MISS)
         return hit if hit.lease_id and _is_whole(hit, len(groups), len(wanted)) else MISS
 
     async def release(self, lease_ids: Sequence[str]) -> None:
         """Give leases back; a lost release is made good by the lease's end."""
         if self.paused or not lease_ids:
             return
-        try:
-            await self._stub.release(lease_ids)
-        except TriptychError as error:
-            self._failed("release", error)
+        await self._call("release", self._stub.release(lease_ids), None)
 
     async def close(self) -> None:
+        """Begin nothing any more, wait for the calls under way, and close. Calling it twice is safe."""
+        self._closed = True
+        await self._quiet.wait()
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.gather(self._probe, return_exceptions=True)
         await self._stub.close()
 
-    def _failed(self, call: str, error: TriptychError) -> None:
-        self._paused_until = self._clock.now() + PAUSE_S
-        _log.warning("the kv_store does not answer", call=call, code=error.code)
+    async def _call(self, call: str, reply: Coroutine[Any, Any, T], otherwise: T) -> T:
+        """The reply to one call, or ``otherwise`` and a pause when there is none."""
+        self._num_calls += 1
+        self._quiet.clear()
+        try:
+            return await reply
+        except TriptychError as error:
+            metrics.STORE_NODE_FAILURES.labels(self.address, call).inc()
+            if not self.paused:
+                metrics.STORE_NODE_PAUSES.labels(self.address).inc()
+                _log.warning("the kv_store does not answer", node=self.address, call=call, code=error.code)
+                self._probe = asyncio.create_task(self._until_back())
+            return otherwise
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._quiet.set()
+
+    async def _until_back(self) -> None:
+        """Ask until the node answers: nobody's look-up has to wait for one that does not."""
+        answers = False
+        while not answers:
+            await asyncio.sleep(self._probe_s)
+            with suppress(TriptychError):
+                await self._stub.status()
+                answers = True
+        self._probe = None
+        _log.info("the kv_store answers again", node=self.address)
 
 
 def _is_whole(hit: StoreHit, num_groups: int, num_wanted: int) -> bool:

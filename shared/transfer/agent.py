@@ -13,10 +13,11 @@ from shared.clock import Clock
 from shared.errors import ConfigError, PeerLost, TransferError
 from shared.telemetry.logs import get_logger
 from shared.transfer.arena import Arena
-from shared.transfer.base import TransferBackend
+from shared.transfer.base import Pieces, TransferBackend
 from shared.transfer.handoff import SCRATCH, SCRATCH_BYTES
+from shared.transfer.reslice import STAGE
 from shared.types.identity import LayoutSpec
-from shared.types.transfer import AgentInfo, Endpoint
+from shared.types.transfer import AgentInfo, Endpoint, RegionInfo
 
 _log = get_logger(__name__)
 
@@ -25,6 +26,11 @@ NUM_SLOTS = 256
 #: A peer that could not be reached is not tried again for so long; an unused link is kept so long.
 _RETRY_S = 1.0
 _IDLE_S = 60.0
+
+
+def _blocks(info: RegionInfo) -> tuple[Pieces, ...]:
+    """The blocks of each group, as what reads will mostly ask for."""
+    return tuple(map(Pieces, info.data_offsets, info.extent_bytes, info.num_blocks))
 
 
 class TransferAgent:
@@ -51,7 +57,7 @@ class TransferAgent:
         self.scratch = Arena.create(SCRATCH, (NUM_SLOTS,), (SCRATCH_BYTES,), incarnation)
         for backend in self.backends:
             for arena in (*self.arenas.values(), self.scratch):
-                backend.register(arena.info.name, arena.buffer, arena.fd)
+                backend.register(arena.info.name, arena.buffer, arena.fd, _blocks(arena.info))
         self._endpoints = tuple(Endpoint(b.name, b.describe()) for b in self.backends)
 
     def info(self, layout: LayoutSpec | None = None) -> AgentInfo:
@@ -61,7 +67,7 @@ class TransferAgent:
             incarnation=self.incarnation,
             epoch=max((arena.epoch for arena in self.arenas.values()), default=0),
             endpoints=self._endpoints,
-            regions=tuple(arena.info for arena in self.arenas.values()),
+            regions=tuple(arena.info for name, arena in self.arenas.items() if name != STAGE),
             layout=layout,
         )
 

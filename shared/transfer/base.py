@@ -29,13 +29,22 @@ class ReadOp(NamedTuple):
     nbytes: int
 
 
+class Pieces(NamedTuple):
+    """Equal parts of a region that are mostly read as a whole: so many of ``nbytes`` each, side by side
+    from ``offset`` on. A hint: any bytes may be read."""
+
+    offset: int
+    nbytes: int
+    num_pieces: int
+
+
 class TransferBackend(ABC):
     """One way of moving bytes. ``Peer`` and ``Handle`` are opaque to callers."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def register(self, name: str, buffer: memoryview, fd: int) -> None:
+    def register(self, name: str, buffer: memoryview, fd: int, pieces: Sequence[Pieces] = ()) -> None:
         """Make a region readable by peers, and usable as a destination. ``buffer`` is the whole
         mapped region, valid until ``close``; ``fd`` is its memory file."""
 

@@ -23,9 +23,13 @@ def _make(name: str, config: TransferConfig, agent_name: str) -> TransferBackend
     if name == "tcp":
         from shared.transfer.tcp import TcpBackend
 
-        return TcpBackend(config.tcp_host)
+        return TcpBackend(config.tcp_host, config.tcp_port, advertise=config.tcp_advertise)
     if name == "nixl":
         from shared.transfer.nixl import NixlBackend
 
         return NixlBackend(agent_name)
+    if name == "mooncake":
+        from shared.transfer.mooncake import MooncakeBackend
+
+        return MooncakeBackend(config.tcp_host)
     raise ConfigError(f"no transfer backend is called {name!r}")

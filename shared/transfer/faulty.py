@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from shared.errors import PeerLost
-from shared.transfer.base import ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
 
 
 class FaultKind(Enum):
@@ -24,6 +24,8 @@ class FaultKind(Enum):
     read, in order of the ops) turns over after landing. FREEZE: pending until the peer is
     disconnected, and till then it may land late, released or not: when ``land`` is called, or at
     poll number ``amount`` (0: never by itself). FAIL: ends as failed. LOSE: the peer is gone when it starts.
+    REVERSE: its ops are done last first, each of them as a read of its own. OVERTAKEN: starts when the next
+    ``amount`` reads have ended. RESTART: the peer starts anew before it starts.
     """
 
     DROP = "drop"
@@ -33,10 +35,13 @@ class FaultKind(Enum):
     FREEZE = "freeze"
     FAIL = "fail"
     LOSE = "lose"
+    REVERSE = "reverse"
+    OVERTAKEN = "overtaken"
+    RESTART = "restart"
 
 
 #: Faults of reads that start later than asked.
-_LATE = (FaultKind.DELAY, FaultKind.FREEZE)
+_LATE = (FaultKind.DELAY, FaultKind.FREEZE, FaultKind.OVERTAKEN)
 
 
 class Fault(Struct, frozen=True):
@@ -45,9 +50,14 @@ class Fault(Struct, frozen=True):
 
 
 class _Handle:
-    """One read under a fault. ``args`` is what starts the inner read, which ``inner`` then is."""
+    """Read ``number`` under a fault. ``args`` is what starts the inner read, which ``inner`` then is;
+    ``rest`` are ops that wait for it."""
 
-    def __init__(self, fault: Fault | None, peer: Any, args: tuple[str, str, Sequence[ReadOp]]) -> None:
+    def __init__(
+        self, number: int, fault: Fault | None, peer: Any, args: tuple[str, str, Sequence[ReadOp]]
+    ) -> None:
+        self.number = number
+        self.rest: list[ReadOp] = []
         self.fault = fault
         self.peer = peer
         self.args = args
@@ -68,7 +78,8 @@ def _truncated(ops: Sequence[ReadOp], nbytes: int) -> list[ReadOp]:
 
 class FaultyBackend(TransferBackend):
     """Reads are counted from 0; ``schedule`` maps a count to its fault, and ``injected`` is called with
-    the fault when it takes effect. Notifications are counted likewise; ``lost_notes`` are never sent."""
+    the fault when it takes effect. Notifications are counted likewise; ``lost_notes`` are never sent.
+    ``restart`` is what a RESTART calls. ``ended`` are the numbers of the reads that ended well, in order."""
 
     def __init__(
         self,
@@ -77,20 +88,27 @@ class FaultyBackend(TransferBackend):
         *,
         lost_notes: frozenset[int] = frozenset(),
         injected: Callable[[Fault], None] = lambda fault: None,
+        restart: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = inner.name  # type: ignore[misc]  # a wrapper has the name of what it wraps
         self.inner = inner
         self._num_reads = 0
         self._injected = injected
+        self._restart = restart
+        self.ended: list[int] = []
         self._num_notes = 0
         self._schedule = dict(schedule)
         self._lost_notes = lost_notes
         self._buffers: dict[str, memoryview] = {}
         self._frozen: list[_Handle] = []
 
-    def register(self, name: str, buffer: memoryview, fd: int) -> None:
+    def inject(self, fault: Fault, after: int = 0) -> None:
+        """Let it happen to the next read but ``after``. Not while one may begin."""
+        self._schedule[self._num_reads + after] = fault
+
+    def register(self, name: str, buffer: memoryview, fd: int, pieces: Sequence[Pieces] = ()) -> None:
         self._buffers[name] = buffer
-        self.inner.register(name, buffer, fd)
+        self.inner.register(name, buffer, fd, pieces)
 
     def describe(self) -> bytes:
         return self.inner.describe()
@@ -99,15 +117,21 @@ class FaultyBackend(TransferBackend):
         return self.inner.connect(peer_name, metadata)
 
     def read(self, peer: Any, remote_region: str, local_region: str, ops: Sequence[ReadOp]) -> _Handle:
-        fault = self._schedule.get(self._num_reads)
+        number = self._num_reads
+        fault = self._schedule.get(number)
         self._num_reads += 1
         if fault is not None:
             self._injected(fault)
-        handle = _Handle(fault, peer, (remote_region, local_region, ops))
+        handle = _Handle(number, fault, peer, (remote_region, local_region, ops))
         if fault is not None and fault.kind is FaultKind.LOSE:
             raise PeerLost("the peer is gone (injected)")
-        if fault is None or fault.kind is FaultKind.FLIP:
+        if fault is not None and fault.kind is FaultKind.RESTART:
+            self._restart()
+        if fault is None or fault.kind in (FaultKind.FLIP, FaultKind.RESTART):
             self._start(handle)
+        elif fault.kind is FaultKind.REVERSE:
+            handle.rest = list(ops)
+            self._start_last(handle)
         elif fault.kind is FaultKind.TRUNCATE:
             handle.args = (remote_region, local_region, _truncated(ops, fault.amount))
             self._start(handle)
@@ -120,22 +144,43 @@ class FaultyBackend(TransferBackend):
     def _start(self, handle: _Handle) -> None:
         handle.inner = self.inner.read(handle.peer, *handle.args)
 
+    def _start_last(self, handle: _Handle) -> None:
+        remote_region, local_region, _ = handle.args
+        handle.args = (remote_region, local_region, [handle.rest.pop()])
+        self._start(handle)
+
+    def _is_due(self, handle: _Handle, fault: Fault) -> bool:
+        """Whether a read that is late shall start now."""
+        if fault.kind is FaultKind.OVERTAKEN:
+            overtakers = range(handle.number + 1, handle.number + 1 + fault.amount)
+            return all(number in self.ended for number in overtakers)
+        handle.polls += 1
+        return handle.polls >= fault.amount and (fault.amount > 0 or fault.kind is FaultKind.DELAY)
+
     def poll(self, handle: _Handle) -> ReadState:
         if handle.state is not ReadState.PENDING:
             return handle.state
         fault = handle.fault
-        if fault is not None and fault.kind in _LATE and handle.inner is None:
-            handle.polls += 1
-            if handle.polls >= fault.amount and (fault.amount or fault.kind is FaultKind.DELAY):
-                try:
-                    self._start(handle)
-                except PeerLost:
-                    handle.state = ReadState.FAILED
+        if fault is not None and fault.kind in _LATE and handle.inner is None and self._is_due(handle, fault):
+            self._go_on(handle, self._start)
         if handle.inner is not None and handle.state is ReadState.PENDING:
-            handle.state = self.inner.poll(handle.inner)
-            if handle.state is ReadState.DONE and fault is not None and fault.kind is FaultKind.FLIP:
-                self._flip(handle, fault.amount)
+            state = self.inner.poll(handle.inner)
+            if state is ReadState.DONE and handle.rest:
+                self.inner.release(handle.inner)
+                self._go_on(handle, self._start_last)
+                return handle.state
+            handle.state = state
+            if state is ReadState.DONE:
+                self.ended.append(handle.number)
+                if fault is not None and fault.kind is FaultKind.FLIP:
+                    self._flip(handle, fault.amount)
         return handle.state
+
+    def _go_on(self, handle: _Handle, start: Callable[[_Handle], None]) -> None:
+        try:
+            start(handle)
+        except PeerLost:
+            handle.state = ReadState.FAILED
 
     def _flip(self, handle: _Handle, bit: int) -> None:
         _, local_region, ops = handle.args

@@ -19,8 +19,8 @@ _FORMAT = 1
 
 
 class KeptArena:
-    """``arena`` to work with; ``old``: it holds what an earlier life left in it. ``close`` gives the claim up,
-    not the arena."""
+    """``arena`` to work with; ``old``: it holds what an earlier life left in it. ``close`` gives the claim
+    up, not the arena."""
 
     def __init__(self, arena: Arena, old: bool, claim: KeptClaim | None) -> None:
         self.arena = arena

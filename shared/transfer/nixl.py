@@ -1,6 +1,9 @@
 """Backend ``nixl``: NIXL over UCX, for peers on other hosts. The only module that names the library,
 imported when a backend is built. Owns nothing but the translation to its API.
 
+Descriptors of the blocks of a region are prepared once, on either side, when they are first read; a read of
+whole blocks then names them by index. Any other read brings descriptors of its own.
+
 There is no progress thread: ``poll`` and ``notifications`` drive UCX, and so a peer must call them
 for us to get on over transports without remote memory access.
 """
@@ -13,17 +16,18 @@ import os
 import time
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from msgspec import Struct
 from msgspec.msgpack import encode
+from numpy.typing import NDArray
 
 from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, PeerLost, TransferError
 from shared.telemetry.logs import get_logger
 from shared.transfer.arena import HEADER_BYTES
-from shared.transfer.base import ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
 from shared.transfer.regions import (
     Region,
     check_ops,
@@ -37,6 +41,10 @@ _log = get_logger(__name__)
 
 _FLAVOURS = ("nixl_cu12", "nixl_cu13")
 _DRAM = "DRAM"
+_OWN = "NIXL_INIT_AGENT"
+_MAX_ADDRESS = 1 << 62
+#: Blocks that a peer may claim to have; their descriptors take memory here.
+_MAX_PIECES = 1 << 22
 #: How long a connection may take to be proved, and a cancelled read to end.
 _PROBE_S = 1.0
 _DRAIN_S = 1.0
@@ -65,6 +73,7 @@ class _NixlRegion(Struct, frozen=True):
     name: str
     address: int
     nbytes: int
+    pieces: tuple[Pieces, ...] = ()
 
 
 class _Metadata(Struct, frozen=True):
@@ -74,20 +83,60 @@ class _Metadata(Struct, frozen=True):
 
 
 class _Peer:
-    """A known remote agent and its reads that are not terminal yet."""
+    """A known remote agent, its prepared descriptors, and its reads that are not terminal yet."""
 
     def __init__(self, described: _Metadata) -> None:
         self.agent = described.agent
         self.regions = {r.name: r for r in described.regions}
+        self.lists: dict[tuple[str, int], Any] = {}
         self.handles: set[_Handle] = set()
         self.open = True
 
 
 class _Handle:
+    """One read. Without a ``transfer`` there is nothing to do."""
+
     def __init__(self, peer: _Peer, transfer: Any) -> None:
         self.peer = peer
         self.transfer = transfer
-        self.state = ReadState.PENDING
+        self.state = ReadState.PENDING if transfer else ReadState.DONE
+
+
+def _check_region(region: _NixlRegion) -> None:
+    """Raises TransferError unless the region is one of memory, and its pieces lie inside."""
+    if not (region.nbytes >= HEADER_BYTES and 0 <= region.address <= _MAX_ADDRESS - region.nbytes):
+        raise TransferError("malformed transfer metadata")
+    for offset, nbytes, num_pieces in region.pieces:
+        inside = (
+            min(offset, nbytes - 1, num_pieces - 1) >= 0 and offset + nbytes * num_pieces <= region.nbytes
+        )
+        if not inside or num_pieces > _MAX_PIECES:
+            raise TransferError("malformed transfer metadata")
+
+
+class _Indices(NamedTuple):
+    """Some pieces of a region: which of its kinds, and which ones of that."""
+
+    kind: int
+    which: NDArray[np.int32]
+
+
+def _indices(all_pieces: Sequence[Pieces], offsets: Sequence[int], nbytes: int) -> _Indices | None:
+    """The pieces that have these offsets and sizes; None unless all of them are of one kind."""
+    for kind, (first, size, num_pieces) in enumerate(all_pieces):
+        end = first + size * num_pieces
+        if size == nbytes and all([first <= at < end and not (at - first) % size for at in offsets]):
+            return _Indices(kind, np.array([(at - first) // size for at in offsets], np.int32))
+    return None
+
+
+def _all_descriptors(address: int, pieces: Pieces) -> np.ndarray[Any, Any]:
+    """Of every piece of a kind, in order."""
+    rows = np.zeros((pieces.num_pieces, 3), np.uint64)
+    first = np.uint64(address + pieces.offset)
+    rows[:, 0] = first + np.uint64(pieces.nbytes) * np.arange(pieces.num_pieces, dtype=np.uint64)
+    rows[:, 1] = pieces.nbytes
+    return rows
 
 
 def _descriptors(address: int, offsets_and_sizes: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
@@ -115,28 +164,36 @@ class NixlBackend(TransferBackend):
             if name.endswith("Error") and issubclass(error, Exception)
         )
         self._regions: dict[str, Region] = {}
+        self._pieces: dict[str, tuple[Pieces, ...]] = {}
+        self._lists: dict[tuple[str, int], Any] = {}
         self._registered: list[Any] = []
         self._peers: set[_Peer] = set()
-        self._probe = np.zeros(HEADER_BYTES, np.uint8)
+        self._probe = Region.of("", memoryview(bytearray(HEADER_BYTES)), -1)
         self._register(self._probe)
 
-    def _register(self, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        rows = [(buffer.ctypes.data, buffer.size, 0, "")]
+    def _register(self, region: Region) -> None:
+        rows = [(region.bytes_np.ctypes.data, region.nbytes, 0, "")]
         self._registered.append(self._agent.register_memory(rows, _DRAM, backends=["UCX"]))
 
-    def register(self, name: str, buffer: memoryview, fd: int) -> None:
+    def register(self, name: str, buffer: memoryview, fd: int, pieces: Sequence[Pieces] = ()) -> None:
         region = Region.of(name, buffer, fd)
-        self._register(region.bytes_np)
-        self._regions[name] = region
+        self._register(region)
+        self._release_lists(self._lists, name)
+        self._regions[name], self._pieces[name] = region, tuple(pieces)
 
     def describe(self) -> bytes:
-        regions = tuple(_NixlRegion(r.name, r.bytes_np.ctypes.data, r.nbytes) for r in self._regions.values())
+        regions = tuple(
+            _NixlRegion(r.name, r.bytes_np.ctypes.data, r.nbytes, self._pieces[r.name])
+            for r in self._regions.values()
+        )
         return encode(_Metadata(self._name, self._agent.get_agent_metadata(), regions))
 
     def connect(self, peer_name: str, metadata: bytes) -> _Peer:
         described = parse_metadata(metadata, _Metadata)
-        if not described.regions or min(r.nbytes for r in described.regions) < HEADER_BYTES:
+        if not described.regions:
             raise TransferError("malformed transfer metadata")
+        for region in described.regions:
+            _check_region(region)
         try:
             added = self._agent.add_remote_agent(described.blob)
         except self._errors as error:
@@ -146,9 +203,7 @@ class NixlBackend(TransferBackend):
         if added not in (described.agent, described.agent.encode()):
             self.disconnect(peer)
             raise TransferError("malformed transfer metadata")
-        first = described.regions[0]
-        op = ReadOp(0, 0, HEADER_BYTES)
-        handle = self._start(peer, first.address, self._probe.ctypes.data, [op])
+        handle = self._start(peer, described.regions[0], self._probe, [ReadOp(0, 0, HEADER_BYTES)])
         deadline = self._clock.now() + _PROBE_S
         while self.poll(handle) is ReadState.PENDING and self._clock.now() < deadline:
             time.sleep(0.0002)
@@ -165,25 +220,58 @@ class NixlBackend(TransferBackend):
             raise TransferError(f"the peer has no region {remote_region!r}")
         target = local_region(self._regions, local_region_)
         check_ops(ops, source.nbytes, target.nbytes)
-        return self._start(peer, source.address, target.bytes_np.ctypes.data, coalesce(ops))
+        return self._start(peer, source, target, ops) if ops else _Handle(peer, None)
 
-    def _start(self, peer: _Peer, source: int, target: int, ops: Sequence[ReadOp]) -> _Handle:
-        agent = self._agent
-        local = _descriptors(target, [(op.local_offset, op.nbytes) for op in ops])
-        remote = _descriptors(source, [(op.remote_offset, op.nbytes) for op in ops])
+    def _start(self, peer: _Peer, source: _NixlRegion, target: Region, ops: Sequence[ReadOp]) -> _Handle:
         try:
-            transfer = agent.initialize_xfer(
-                "READ", agent.get_xfer_descs(local, _DRAM), agent.get_xfer_descs(remote, _DRAM), peer.agent
+            transfer = self._by_indices(peer, source, target, ops) or self._by_descriptors(
+                peer, source, target, coalesce(ops)
             )
         except self._errors as error:
             raise PeerLost("the peer cannot be read") from error
         handle = _Handle(peer, transfer)
         peer.handles.add(handle)
         try:
-            self._advance(handle, agent.transfer(transfer))
+            self._advance(handle, self._agent.transfer(transfer))
         except self._errors:  # a read that failed to start is a failed read
             self._advance(handle, "ERR")
         return handle
+
+    def _by_descriptors(self, peer: _Peer, source: _NixlRegion, target: Region, ops: Sequence[ReadOp]) -> Any:
+        agent = self._agent
+        local = _descriptors(target.bytes_np.ctypes.data, [(op.local_offset, op.nbytes) for op in ops])
+        remote = _descriptors(source.address, [(op.remote_offset, op.nbytes) for op in ops])
+        return agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(local, _DRAM), agent.get_xfer_descs(remote, _DRAM), peer.agent
+        )
+
+    def _by_indices(
+        self, peer: _Peer, source: _NixlRegion, target: Region, ops: Sequence[ReadOp]
+    ) -> Any | None:
+        """None when these are not whole pieces of one kind on either side."""
+        remotes, locals_, sizes = zip(*ops, strict=True)
+        if len(set(sizes)) > 1:
+            return None
+        our_pieces = self._pieces.get(target.name, ())
+        theirs = _indices(source.pieces, remotes, sizes[0])
+        ours = _indices(our_pieces, locals_, sizes[0])
+        if theirs is None or ours is None:
+            return None
+        local, remote = (target.name, ours.kind), (source.name, theirs.kind)
+        if local not in self._lists:
+            rows = _all_descriptors(target.bytes_np.ctypes.data, our_pieces[ours.kind])
+            self._lists[local] = self._agent.prep_xfer_dlist(_OWN, rows, _DRAM)
+        if remote not in peer.lists:
+            rows = _all_descriptors(source.address, source.pieces[theirs.kind])
+            peer.lists[remote] = self._agent.prep_xfer_dlist(peer.agent, rows, _DRAM)
+        return self._agent.make_prepped_xfer(
+            "READ", self._lists[local], ours.which, peer.lists[remote], theirs.which
+        )
+
+    def _release_lists(self, lists: dict[tuple[str, int], Any], *names: str) -> None:
+        """Forget the prepared descriptors of these regions."""
+        for key in [key for key in lists if key[0] in names]:
+            self._agent.release_dlist_handle(lists.pop(key))
 
     def _advance(self, handle: _Handle, state: str) -> None:
         if state == "PROC":
@@ -246,10 +334,12 @@ class NixlBackend(TransferBackend):
             handle.state = ReadState.FAILED
             self._free(handle)
         peer.handles.clear()
+        self._release_lists(peer.lists, *peer.regions)
 
     def close(self) -> None:
         for peer in tuple(self._peers):
             self.disconnect(peer)
+        self._release_lists(self._lists, *self._regions)
         while self._registered:
             self._agent.deregister_memory(self._registered.pop())
         self._regions.clear()

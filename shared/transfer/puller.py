@@ -18,7 +18,8 @@ from shared.failpoints import FailpointError, Failpoints
 from shared.telemetry.logs import get_logger
 from shared.transfer.agent import NUM_SLOTS, Link, Links, TransferAgent
 from shared.transfer.base import ReadState, TransferBackend
-from shared.transfer.handoff import Pull, PullOutcome, PullProtocol, Step
+from shared.transfer.handoff import DirectPull, Pull, PullOutcome, PullProtocol, Step
+from shared.transfer.reslice import NUM_STAGES, StagedPull
 from shared.types.transfer import AgentInfo
 
 _log = get_logger(__name__)
@@ -35,12 +36,26 @@ _IDLE_S = 5.0
 _BUSY_S = 1.0
 
 
+class _Lane:
+    """Slots of one kind, and the pulls that wait for one."""
+
+    def __init__(self, protocol: type[PullProtocol], slots: range) -> None:
+        self.protocol = protocol
+        self.free = list(slots)
+        self.queued: deque[_Flight] = deque()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.queued and self.free)
+
+
 class _Flight:
     """A pull under way. ``handle`` is the read it waits for; ``answered`` = its outcome went out, but
     the destination is not safe yet."""
 
-    def __init__(self, pull: Pull, now: float, deadline: float) -> None:
+    def __init__(self, pull: Pull, lane: _Lane, now: float, deadline: float) -> None:
         self.pull = pull
+        self.lane = lane
         self.started = now
         self.deadline = deadline
         self.slot = -1
@@ -80,8 +95,9 @@ class Puller:
         self._failpoints = failpoints or Failpoints()
         self._verify = verify
         self._links = Links(agent.backends, clock, self._on_dropped)
-        self._free_slots = list(range(NUM_SLOTS))
-        self._queued: deque[_Flight] = deque()
+        # A slot of scratch below NUM_STAGES goes with the stage of the same number.
+        direct, staged = _Lane(DirectPull, range(NUM_STAGES, NUM_SLOTS)), _Lane(StagedPull, range(NUM_STAGES))
+        self._lanes = (direct, staged)
         self._flights: dict[str, _Flight] = {}
         self._expecting = False
         self._busy_until = 0.0
@@ -98,7 +114,8 @@ class Puller:
         outcome, or ``settled``. After ``close``: ignored."""
         now = self._clock.now()
         deadline_s = self._deadline_s if pull.deadline_s is None else pull.deadline_s
-        self._post(lambda: self._begin(_Flight(pull, now, now + deadline_s)))
+        lane = self._lanes[pull.reslice is not None]
+        self._post(lambda: self._begin(_Flight(pull, lane, now, now + deadline_s)))
 
     def cancel(self, pull_id: str) -> None:
         """Ask for an early outcome; a pull that is over, or unknown, is ignored."""
@@ -144,8 +161,9 @@ class Puller:
         while self._commands:
             self._lull_s = _POLL_MIN_S
             self._guard(self._commands.popleft())
-        while self._queued and self._free_slots:
-            self._launch(self._queued.popleft())
+        for lane in self._lanes:
+            while lane.ready:
+                self._launch(lane.queued.popleft())
         now = self._clock.now()
         for flight in tuple(self._flights.values()):
             # A link that was torn down for one of them may have ended others.
@@ -153,11 +171,11 @@ class Puller:
                 self._advance(flight)
                 if flight.deadline <= now:
                     self._expire(flight)
-        for flight in [f for f in self._queued if f.deadline <= now]:
+        for flight in [f for lane in self._lanes for f in lane.queued if f.deadline <= now]:
             self._expire(flight)
         self._hear()
         self._links.drop_idle(lambda link: any(f.link is link for f in self._flights.values()))
-        if not (self._commands or (self._queued and self._free_slots)):
+        if not (self._commands or any(lane.ready for lane in self._lanes)):
             self._sleep()
 
     def _guard(self, call: Callable[[], None]) -> bool:
@@ -178,17 +196,19 @@ class Puller:
         if not flight.pull.blocks:
             self._finish(flight, "")
         else:
-            self._queued.append(flight)
+            flight.lane.queued.append(flight)
 
     def _launch(self, flight: _Flight) -> None:
         pull = flight.pull
         try:
-            target = self._agent.arenas.get(pull.region)
-            if target is None:
-                raise TransferError(f"no region {pull.region!r} here")
-            flight.slot = self._free_slots.pop()
-            flight.protocol = PullProtocol(
-                pull, target, self._agent.scratch, flight.slot, self._failpoints, verify=self._verify
+            flight.slot = flight.lane.free.pop()
+            flight.protocol = flight.lane.protocol(
+                pull,
+                self._agent.arenas,
+                self._agent.scratch,
+                flight.slot,
+                self._failpoints,
+                verify=self._verify,
             )
             flight.steps = flight.protocol.steps()
             flight.link = self._links.get(pull.producer)
@@ -218,7 +238,7 @@ class Puller:
                 if step is None:
                     self._finish(flight, protocol.reason)
                     return
-                flight.handle = link.backend.read(link.peer, flight.pull.region, step.local_region, step.ops)
+                flight.handle = link.backend.read(link.peer, step.remote_region, step.local_region, step.ops)
         except PeerLost:
             self._abandon(flight, "peer_lost")
         except (TransferError, FailpointError) as error:
@@ -257,8 +277,8 @@ class Puller:
 
     def _expire(self, flight: _Flight) -> None:
         """The deadline has passed: answer, then tear the link down, so that nothing lands late."""
-        if flight in self._queued:
-            self._queued.remove(flight)
+        if flight in flight.lane.queued:
+            flight.lane.queued.remove(flight)
             self._finish(flight, "timeout")
         elif self._flights.get(flight.pull.pull_id) is flight:
             self._answer_early(flight, "timeout")
@@ -266,11 +286,10 @@ class Puller:
                 self._links.drop(flight.link)
 
     def _cancel(self, pull_id: str) -> None:
-        for flight in self._queued:
-            if flight.pull.pull_id == pull_id:
-                self._queued.remove(flight)
-                self._finish(flight, "cancelled")
-                return
+        for flight in [f for lane in self._lanes for f in lane.queued if f.pull.pull_id == pull_id]:
+            flight.lane.queued.remove(flight)
+            self._finish(flight, "cancelled")
+            return
         pending = self._flights.get(pull_id)
         if pending is not None:
             # Its read is left to end; a deadline that passes first ends the link.
@@ -298,7 +317,7 @@ class Puller:
 
     def _forget(self, flight: _Flight) -> bool:
         if flight.slot >= 0:
-            self._free_slots.append(flight.slot)
+            flight.lane.free.append(flight.slot)
             flight.slot = -1
         return self._flights.pop(flight.pull.pull_id, None) is not None
 
@@ -313,6 +332,7 @@ class Puller:
             nbytes=judged.nbytes if judged else 0,
             seconds=self._clock.now() - flight.started,
             backend=flight.link.backend.name if flight.link else "",
+            made=judged.made if judged else (),
         )
 
     def _notify(self, producer: AgentInfo, payload: bytes) -> None:
@@ -342,7 +362,7 @@ class Puller:
                 time.sleep(self._lull_s)
                 self._lull_s = min(2 * self._lull_s, _POLL_MAX_S)
                 timeout_s = 0.0
-        elif self._queued:
+        elif any(lane.queued for lane in self._lanes):
             timeout_s = _WATCH_S
         elif polled:
             busy = self._expecting or self._clock.now() < self._busy_until
@@ -358,8 +378,9 @@ class Puller:
     def _shut(self) -> None:
         while self._commands:
             self._guard(self._commands.popleft())
-        while self._queued:
-            self._finish(self._queued.popleft(), "cancelled")
+        for lane in self._lanes:
+            while lane.queued:
+                self._finish(lane.queued.popleft(), "cancelled")
         for flight in tuple(self._flights.values()):
             self._answer_early(flight, "cancelled")
         self._links.drop_all()

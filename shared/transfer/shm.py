@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from shared.clock import Entropy, SystemEntropy
 from shared.errors import PeerLost, TransferError
+from shared.kernels.copying import copy_pieces, prepare_copies
 from shared.transfer.arena import HEADER_BYTES, SEALS, parse_header
-from shared.transfer.base import ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
 from shared.transfer.regions import (
     MAX_NOTIFY_BYTES,
     Region,
@@ -105,6 +106,7 @@ class ShmBackend(TransferBackend):
 
     def __init__(self, entropy: Entropy | None = None) -> None:
         entropy = entropy or SystemEntropy()
+        prepare_copies()
         self._regions: dict[str, Region] = {}
         self._peers: set[_Peer] = set()
         self._token = bytes.fromhex(entropy.hex_id())
@@ -112,7 +114,7 @@ class ShmBackend(TransferBackend):
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(b"\0" + self._address)
 
-    def register(self, name: str, buffer: memoryview, fd: int) -> None:
+    def register(self, name: str, buffer: memoryview, fd: int, pieces: Sequence[Pieces] = ()) -> None:
         self._regions[name] = Region.of(name, buffer, fd)
 
     def describe(self) -> bytes:
@@ -153,8 +155,7 @@ class ShmBackend(TransferBackend):
             raise TransferError(f"the peer has no region {remote_region!r}")
         target = local_region(self._regions, local_region_).bytes_np
         check_ops(ops, source.size, target.size)
-        for remote, local, nbytes in coalesce(ops):
-            target[local : local + nbytes] = source[remote : remote + nbytes]
+        copy_pieces(target, source, coalesce(ops))
         return ReadState.DONE if peer.alive() else ReadState.FAILED
 
     def poll(self, handle: ReadState) -> ReadState:

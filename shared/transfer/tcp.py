@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from msgspec.msgpack import encode
 
 from shared.clock import Entropy, SystemEntropy
 from shared.errors import PeerLost, TransferError
-from shared.transfer.base import ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
 from shared.transfer.regions import (
     Region,
     check_ops,
@@ -43,6 +43,8 @@ from shared.transfer.tcp_server import (
 
 #: The most that one ``poll`` takes from the network, so that it stays a short call.
 _POLL_BYTES = 8 << 20
+#: Pieces that are received by one call.
+_IOV = 64
 
 
 class _ServedRegion(Struct, frozen=True):
@@ -72,10 +74,19 @@ class _Answer:
     def __init__(self, handle: _Handle, request: int, target: memoryview, ops: Sequence[ReadOp]) -> None:
         self.handle = handle
         self.head = REPLY.pack(request, sum(op.nbytes for op in ops))
-        self._pieces = (target[op.local_offset : op.local_offset + op.nbytes] for op in ops)
+        #: What has not arrived, in order.
+        self.pieces = deque(target[op.local_offset : op.local_offset + op.nbytes] for op in ops)
 
-    def pieces(self) -> Iterator[memoryview]:
-        return self._pieces
+    def receive(self, sock: socket.socket) -> int:
+        """Take what has arrived, as far as it is of this answer."""
+        received = sock.recvmsg_into([self.pieces[i] for i in range(min(len(self.pieces), _IOV))])[0]
+        taken = received
+        while taken:
+            piece = self.pieces.popleft()
+            if taken < piece.nbytes:
+                self.pieces.appendleft(piece[taken:])
+            taken -= min(taken, piece.nbytes)
+        return received
 
 
 class _Peer:
@@ -88,8 +99,6 @@ class _Peer:
         self.open = True
         self._outbox = bytearray()
         self._head = bytearray()
-        self._piece: memoryview | None = None
-        self._rest: Iterator[memoryview] | None = None
 
     def send(self, data: bytes) -> None:
         """Queue and send what fits. Raises PeerLost when the connection is gone."""
@@ -118,17 +127,13 @@ class _Peer:
             self.close()
 
     def _receive(self, answer: _Answer) -> int:
-        if self._rest is None:
+        if len(self._head) < REPLY.size:
             return self._receive_head(answer)
-        if self._piece is None:
-            self._piece = next(self._rest, None)
-            if self._piece is None:
-                self._finish(answer)
-                return 0
-        taken = self.sock.recv_into(self._piece)
+        taken = answer.receive(self.sock)
         if not taken:
             raise ConnectionResetError
-        self._piece = self._piece[taken:] if taken < self._piece.nbytes else None
+        if not answer.pieces:
+            self._finish(answer)
         return taken
 
     def _receive_head(self, answer: _Answer) -> int:
@@ -136,16 +141,13 @@ class _Peer:
         if not part:
             raise ConnectionResetError
         self._head += part
-        if len(self._head) == REPLY.size:
-            if self._head != answer.head:
-                raise TransferError("the peer answered something else")
-            self._head.clear()
-            self._rest = answer.pieces()
+        if len(self._head) == REPLY.size and self._head != answer.head:
+            raise TransferError("the peer answered something else")
         return len(part)
 
     def _finish(self, answer: _Answer) -> None:
         self.answers.popleft()
-        self._rest = None
+        self._head.clear()
         answer.handle.frames -= 1
         if not answer.handle.frames and answer.handle.state is ReadState.PENDING:
             answer.handle.state = ReadState.DONE
@@ -156,32 +158,44 @@ class _Peer:
         for answer in self.answers:
             answer.handle.state = ReadState.FAILED
         self.answers.clear()
-        self._rest = self._piece = None
 
 
 class TcpBackend(TransferBackend):
-    """See the module. ``host`` is the address that peers connect to, and that is bound."""
+    """See the module. Bound to ``host`` and ``port`` (0 = any), which is where peers connect to, unless
+    ``advertise`` ("host:port") tells them another way here."""
 
     name: ClassVar[str] = "tcp"
 
     def __init__(
-        self, host: str = "127.0.0.1", *, entropy: Entropy | None = None, connect_timeout_s: float = 0.5
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        advertise: str = "",
+        entropy: Entropy | None = None,
+        connect_timeout_s: float = 0.5,
     ) -> None:
-        self._host = host
         self._token = bytes.fromhex((entropy or SystemEntropy()).hex_id())
         self._timeout_s = connect_timeout_s
         self._regions: dict[str, Region] = {}
-        self._server = TcpServer(host, self._token)
+        self._server = TcpServer(host, self._token, port)
+        advertised_host, _, advertised_port = advertise.rpartition(":")
+        self._address = (advertised_host or host, int(advertised_port or self._server.port))
         self._peers: set[_Peer] = set()
         self._requests = count(1)
 
-    def register(self, name: str, buffer: memoryview, fd: int) -> None:
+    def register(self, name: str, buffer: memoryview, fd: int, pieces: Sequence[Pieces] = ()) -> None:
         self._regions[name] = Region.of(name, buffer, fd)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.port
 
     def describe(self) -> bytes:
         self._server.start({name: region.buffer for name, region in self._regions.items()})
         regions = tuple(_ServedRegion(r.name, r.nbytes) for r in self._regions.values())
-        return encode(_Metadata(self._host, self._server.port, self._token, regions))
+        return encode(_Metadata(*self._address, self._token, regions))
 
     def connect(self, peer_name: str, metadata: bytes) -> _Peer:
         described = parse_metadata(metadata, _Metadata)

@@ -37,6 +37,7 @@ _MAX_WAITING = 32
 _MAX_NOTES = 4096
 _IOV = 64
 _CHUNK = 4 << 20
+_INBOX = 1 << 16
 
 
 class _Malformed(Exception):
@@ -50,6 +51,7 @@ class _Connection:
         self.sock = sock
         self.welcome = False
         self.waiting = 0
+        self.watched = selectors.EVENT_READ
         self.notes: list[bytes] = []
         self._token = token
         self._regions = regions
@@ -64,7 +66,7 @@ class _Connection:
 
     def receive(self) -> None:
         """Take what has arrived. Raises _Malformed, or OSError at the end of the connection."""
-        data = self.sock.recv(1 << 18)
+        data = self.sock.recv(_INBOX)
         if not data:
             raise ConnectionResetError
         self._inbox += data
@@ -148,11 +150,12 @@ class _Connection:
 
 
 class TcpServer:
-    """Listens at once; serves ``regions`` (in the order of their indices) from ``start`` to ``close``."""
+    """Listens at once; serves ``regions`` (in the order of their indices) from ``start`` to ``close``.
+    ``port`` 0 = any free one."""
 
-    def __init__(self, host: str, token: bytes) -> None:
+    def __init__(self, host: str, token: bytes, port: int = 0) -> None:
         self._token = token
-        self._listener = socket.create_server((host, 0), backlog=64)
+        self._listener = socket.create_server((host, port), backlog=64)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -241,7 +244,9 @@ class TcpServer:
             self._notes.extend(connection.notes)
             connection.notes = []
             os.eventfd_write(self.news, 1)
-        self._selector.modify(connection.sock, connection.events, connection)
+        if connection.events != connection.watched:
+            connection.watched = connection.events
+            self._selector.modify(connection.sock, connection.events, connection)
 
     def _drop(self, connection: _Connection) -> None:
         self._connections.pop(connection, None)

@@ -26,7 +26,8 @@ class IdentityKey(Struct, frozen=True):
 class LayoutSpec(Struct, frozen=True):
     """How KV bytes lie in memory. Two sides pair when ``can_convert`` says so.
 
-    ``head_start`` is the first kv_head (of the whole model) that this rank holds.
+    ``groups`` have the heads of the whole model, which ``tp_size`` ranks share equally, in order, from head
+    ``head_start`` on.
     ``checksum`` names the algorithm of the per (block, kv_head) checksum.
     """
 

@@ -1,10 +1,12 @@
-"""What workers and the KV store say to each other about full blocks."""
+"""What workers and the KV store say to each other about full blocks, and about media items' embeddings."""
 
 from __future__ import annotations
 
+import hashlib
+
 from msgspec import Struct
 
-from shared.types.transfer import BlockRef, KvTransferParams
+from shared.types.transfer import BlockRef, EcTransferParams, KvTransferParams
 
 
 class BlockKey(Struct, frozen=True):
@@ -21,10 +23,17 @@ class BlockKey(Struct, frozen=True):
 
 
 class OfferedBlock(Struct, frozen=True):
-    """A committed block that the store may pull from its producer."""
+    """A committed block that the store may pull from its producer. ``tenant``: see ``tenant_of``."""
 
     key: BlockKey
     ref: BlockRef
+    tenant: str = ""
+
+
+def tenant_of(cache_salt: str) -> str:
+    """A short name for whoever uses this salt, for quotas; empty for what all share. What keeps contents
+    apart is the salt inside of block hashes, in full width."""
+    return hashlib.sha256(cache_salt.encode()).hexdigest()[:16] if cache_salt else ""
 
 
 class StoreHit(Struct, frozen=True):
@@ -35,3 +44,26 @@ class StoreHit(Struct, frozen=True):
     lease_s: float = 0.0
     num_blocks: int = 0
     runs: tuple[KvTransferParams, ...] = ()
+
+
+class EmbeddingKey(Struct, frozen=True):
+    """Everything that decides a media item's embeddings, beside the model's identity; and their shape.
+
+    ``media_hash`` in full width; ``salt_digest`` is the SHA-256 of a tenant's salt.
+    """
+
+    media_hash: bytes
+    decode_options: str
+    processor_version: str
+    salt_digest: bytes
+    num_rows: int
+    row_bytes: int
+    dtype: str
+
+
+class EmbeddingHit(Struct, frozen=True):
+    """Stored embeddings, pinned for ``lease_s`` seconds; ``params`` is None without a hit."""
+
+    lease_id: str = ""
+    lease_s: float = 0.0
+    params: EcTransferParams | None = None

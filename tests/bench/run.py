@@ -76,6 +76,8 @@ PARTS = (
     Part("startup", "seconds to ready, and memory", lambda: ()),
     Part("gateway", "gateway, router and wire, by the witness", lambda: (), gateway_figures),
     Part("model", "the model runner alone beside transformers", lambda: [str(text_model())], model_figures),
+    Part("store", "the KV store: hits, index, restart", lambda: ()),
+    Part("transfer", "the handoff beside memcpy and plain NIXL", lambda: ()),
     Part("witness", "the witness runner alone", lambda: (), witness_figures),
 )
 

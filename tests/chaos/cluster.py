@@ -5,23 +5,27 @@ its own RPCs. Owns no judgement and strikes nobody (``faults`` does).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from services.cli import procfs
 from services.cli.metrics_view import Samples
 from services.cli.state import StateDir
-from services.cli.supervisor import Backoff, StopTimes, Supervisor, end_leftovers
+from services.cli.supervisor import Backoff, StopTimes, Supervisor, _Child, end_leftovers
 from services.cli.topology import HOST, LaunchOptions, ProcessSpec, PublicPorts, Topology, plan
 from shared.clock import SystemEntropy
+from shared.config.load import write
 from shared.config.services import ModelConfig, RouterConfig
 from shared.errors import TriptychError
 from shared.rpc.control import ControlClient
 from shared.rpc.kv_store import KvStoreStub
 from shared.rpc.worker_client import WorkerClient
+from shared.transfer.keeper import Keeper
 from shared.types.worker import WorkerInfo, WorkerStatus
 from tests.chaos.http_client import ResponseBroken, begin_call, request_bytes
 from tests.chaos.records import Rest
@@ -55,10 +59,31 @@ class Node:
     status: WorkerStatus | None
 
 
+@dataclass(frozen=True)
+class Death:
+    """The end of a process as the supervisor saw it; ``at`` in seconds of the monotonic clock."""
+
+    name: str
+    code: int
+    at: float
+
+
+class _Undertaker(Supervisor):
+    """A supervisor that remembers who died, and how."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.deaths: list[Death] = []
+
+    def _buried(self, child: _Child, code: int, now: float) -> None:
+        super()._buried(child, code, now)
+        self.deaths.append(Death(child.spec.name, code, now))
+
+
 class Cluster:
     """A running deployment. ``specs`` in the order of the plan, router first."""
 
-    def __init__(self, specs: tuple[ProcessSpec, ...], supervisor: Supervisor, state: StateDir) -> None:
+    def __init__(self, specs: tuple[ProcessSpec, ...], supervisor: _Undertaker, state: StateDir) -> None:
         self.specs = specs
         self._state = state
         self.supervisor = supervisor
@@ -73,6 +98,17 @@ class Cluster:
     def pid(self, name: str) -> int:
         """The process id that the supervisor knows now; 0 while there is none."""
         return next(row.pid for row in self.supervisor.rows() if row.name == name)
+
+    @property
+    def deaths(self) -> list[Death]:
+        """All so far, in order."""
+        return list(self.supervisor.deaths)
+
+    def arm_next_life(self, spec: ProcessSpec, failpoints: str) -> None:
+        """Arm these, and no others, in the process that takes the place of the present one. That must have
+        read its own configuration."""
+        runtime = replace(spec.config.runtime, failpoints=failpoints)
+        write(replace(spec.config, runtime=runtime), self._state.config_file(spec.name))
 
     async def nodes(self) -> dict[str, Node]:
         """The workers that the router is connected to, by worker id; empty when it does not answer."""
@@ -184,21 +220,27 @@ class Cluster:
 
 @asynccontextmanager
 async def running(
-    root: Path, topology: Topology, overrides: Sequence[str] = (), *, restart: bool = True
+    root: Path,
+    topology: Topology,
+    overrides: Sequence[str] = (),
+    *,
+    restart: bool = True,
+    as_spec: Callable[[ProcessSpec], ProcessSpec] = lambda spec: spec,
 ) -> AsyncIterator[Cluster]:
     """Start everything on free ports, yield when the router sees every worker, stop everything. Logs are
-    left under ``root``."""
+    left under ``root``. ``as_spec`` may have a process started in another way."""
     state = StateDir(root)
-    with state.locked():
+    with state.locked(), contextlib.closing(Keeper()) as keeper:
         end_leftovers(state)
         ports = procfs.internal_ports(HOST, SystemEntropy())
         options = LaunchOptions(
             model=ModelConfig(str(WITNESS)),
             ports=PublicPorts(next(ports), next(ports), next(ports)),
             overrides=(*_fitting(topology), *overrides),
+            keeper=keeper.address,
         )
-        specs = plan(topology, options, ports)
-        supervisor = Supervisor(specs, state, restart=restart, backoff=Backoff(0.05, 1.0, 0.05))
+        specs = tuple(map(as_spec, plan(topology, options, ports)))
+        supervisor = _Undertaker(specs, state, restart=restart, backoff=Backoff(0.05, 1.0, 0.05))
         cluster = Cluster(specs, supervisor, state)
         try:
             supervisor.start()

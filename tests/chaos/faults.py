@@ -78,7 +78,7 @@ class Striker:
         os.kill(fault.pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(FREEZE_S)
-            stopped = _state(fault.pid) == "T"
+            stopped = process_state(fault.pid) == "T"
         finally:
             os.kill(fault.pid, signal.SIGCONT)
         fault.struck = stopped and await self._num_given_up() > given_up_before
@@ -135,7 +135,7 @@ class Striker:
         return int(samples.value("triptych_workers_lost_total", kind=self.kind, reason="silent"))
 
 
-def _state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The kernel's letter for what a process does; "" when there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]

@@ -104,19 +104,17 @@ class InProcessWorker:
         self._agent = TransferAgent(
             config.worker_id, incarnation, [wrap(ShmBackend())], engine.arenas, config.transfer.order
         )
-        desk = getattr(engine, "desk", None)
         self.puller = Puller(
             self._agent,
-            deliver=desk.deliver if desk else lambda outcome: None,
-            notified=desk.notified if desk else self._verified,
-            settled=desk.settle if desk else lambda pull_id: None,
+            deliver=engine.desk.deliver,
+            notified=engine.desk.notified,
+            settled=engine.desk.settle,
             clock=environment.clock,
             deadline_s=config.transfer.deadline_s,
             failpoints=environment.failpoints,
             verify=config.kv.verify,
         )
-        if desk:
-            desk.bind(self.puller)
+        engine.desk.bind(self.puller)
         self._agent.set_epoch(1)
         engine.core.subscribe(ROUTER, self.log.deliver)
         engine.loop.start()
@@ -141,9 +139,6 @@ class InProcessWorker:
             if done.wait(0.005):
                 return
         raise AssertionError("the condition never held")
-
-    def _verified(self, payload: bytes) -> None:
-        self.engine.inbox.post(lambda: self.engine.core.verified(payload))
 
     def _fatal(self, error: BaseException) -> None:
         self.fatal = error

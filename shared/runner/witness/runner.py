@@ -8,7 +8,7 @@ Shapes: R = rows, S = row steps that are sampled, C = candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from shared.runner.base import DoneStep, PendingStep, Runner
 from shared.runner.witness.encoder import EmbeddingRows
-from shared.runner.witness.paged import PagedWitness, Placement, UInts, mix
+from shared.runner.witness.paged import PagedWitness, UInts, mix
+from shared.runner.witness.ranks import PagedRanks, paged_ranks
 from shared.runner.witness_config import WitnessConfig
 from shared.sampling.candidates import sample_candidates
 from shared.sampling.row import is_plain_greedy
@@ -25,14 +26,6 @@ from shared.types.kv import KVCacheSpec
 from shared.types.request import SamplingParams, TokenLogprobs
 
 _WEYL = 0x9E37_79B9_7F4A_7C15
-
-#: Adds the states of all tensor-parallel ranks, modulo 2^64.
-AllReduce = Callable[[UInts], UInts]
-
-
-def single_rank(states: UInts) -> UInts:
-    """The reduction of a worker that holds all heads."""
-    return states
 
 
 @dataclass(slots=True)
@@ -51,8 +44,9 @@ class _Row:
 class WitnessRunner(Runner):
     """Runs steps over the block data of the arenas, one writable memoryview a KV group.
 
-    ``ec_data`` is the ``ec`` arena's, needed when prompts have media. ``head_start`` is this rank's
-    first kv_head; with several ranks ``all_reduce`` adds their states. Groups are consecutive layers.
+    ``ec_data`` is the ``ec`` arena's, needed when prompts have media. Groups are consecutive layers.
+    With ``tp_size`` ranks, each of which has its share of the heads in memory of its own, ``kv_data`` holds
+    the groups of each rank in turn.
     """
 
     def __init__(
@@ -64,17 +58,17 @@ class WitnessRunner(Runner):
         eos_token_ids: Sequence[int] | None = None,
         ec_data: memoryview | None = None,
         rows_per_block: int = 1,
-        head_start: int = 0,
-        all_reduce: AllReduce = single_rank,
+        tp_size: int = 1,
     ) -> None:
         self._config = config
         self._eos_token_ids = tuple(eos_token_ids or (config.eos_token_id,))
-        self._all_reduce = all_reduce
-        self._groups: list[PagedWitness] = []
+        if len(kv_data) != tp_size * len(spec.groups):
+            raise ValueError("one memory a KV group and rank is needed")
+        self._groups: list[PagedWitness | PagedRanks] = []
         first_layer = 0
-        for group, data in zip(spec.groups, kv_data, strict=True):
-            placement = Placement(first_layer, head_start)
-            self._groups.append(PagedWitness(config, group, spec.block_size, data, placement))
+        for index, group in enumerate(spec.groups):
+            memories = kv_data[index :: len(spec.groups)]
+            self._groups.append(paged_ranks(config, group, spec.block_size, memories, first_layer))
             first_layer += group.num_layers
         self._embeddings = EmbeddingRows(ec_data or memoryview(b""), rows_per_block, config.row_bytes)
         self._rows: dict[int, _Row] = {}
@@ -147,7 +141,7 @@ class WitnessRunner(Runner):
         """Each row's state after its first ``lengths`` tokens, read from memory now; all ranks'."""
         parts = [group.states(rows, lengths) for group in self._groups]
         totals = parts[0] if len(parts) == 1 else [sum(part) % 2**64 for part in zip(*parts, strict=True)]
-        return self._all_reduce(np.array(totals, dtype=np.uint64))
+        return np.array(totals, dtype=np.uint64)
 
     def _sample(
         self, steps: Sequence[RowStep]

@@ -9,15 +9,18 @@ import pytest
 
 from tests.contract.transfer.harness import MakePeer, MakeReader, Peer, Reader
 
-BACKENDS = ("shm", "tcp", "nixl")
+BACKENDS = ("shm", "tcp", "nixl", "mooncake")
+#: Libraries without which a backend cannot be tested.
+_NEEDS = {"nixl": "nixl_cu12", "mooncake": "mooncake.engine"}
 
 
 @pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of the backend under test."""
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu12", reason="nixl is not installed")
     name: str = request.param
+    if name in _NEEDS:
+        # Installed, it may still lack a library of the system.
+        pytest.importorskip(_NEEDS[name], reason=f"{name} is not installed", exc_type=ImportError)
     return name
 
 

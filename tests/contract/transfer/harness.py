@@ -23,7 +23,7 @@ from shared.transfer.faulty import Fault, FaultyBackend
 from shared.transfer.handoff import BlockPull, Pull, PullOutcome
 from shared.transfer.puller import Puller
 from shared.types.transfer import AgentInfo, BlockRef
-from tests.contract.transfer.peer import EXTENT_BYTES, HEADS, NUM_BLOCKS, make_backend
+from tests.contract.transfer.peer import EXTENT_BYTES, HEADS, MARK, NUM_BLOCKS, make_backend
 
 ROOT = Path(__file__).resolve().parents[3]
 #: No test waits longer for anything; only a broken one waits at all.
@@ -38,19 +38,31 @@ class Peer:
         self.process = subprocess.Popen(
             argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        self.info = msgspec.msgpack.decode(base64.b64decode(self._answer()), type=AgentInfo)
+        self.info = self._info()
+
+    def _info(self) -> AgentInfo:
+        return msgspec.msgpack.decode(base64.b64decode(self._answer()), type=AgentInfo)
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the peer process died"
-        return json.loads(line)
+        for line in self.process.stdout:
+            if line.startswith(MARK):  # libraries may print as well
+                return json.loads(line.removeprefix(MARK))
+        raise AssertionError("the peer process died")
 
     def call(self, name: str, *args: int) -> Any:
         """Run a command in the peer and return its answer."""
+        self._say(name, *args)
+        return self._answer()
+
+    def _say(self, name: str, *args: int) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join([name, *map(str, args)]) + "\n")
-        return self._answer()
+
+    def restart(self) -> None:
+        """Let it begin a new life at the same address; ``info`` is the new one."""
+        self._say("restart", self.info.epoch + 1)
+        self.info = self._info()
 
     def commit(self, group: int, block: int, seed: int) -> BlockRef:
         """Fill a block with ``content(group, seed)`` and commit it."""
@@ -88,13 +100,14 @@ class Reader:
         deadline_s: float = PATIENCE_S,
         failpoints: Failpoints | None = None,
         verify: bool = True,
+        restart: Callable[[], None] = lambda: None,
     ) -> None:
         incarnation = "b" * 32
         self.arena = Arena.create("kv", NUM_BLOCKS, EXTENT_BYTES, incarnation)
         self.backend: TransferBackend = make_backend(backend, f"reader-{id(self)}")
         self.injected: queue.Queue[Fault] = queue.Queue()
         if schedule is not None:
-            self.backend = FaultyBackend(self.backend, schedule, injected=self.injected.put)
+            self.backend = FaultyBackend(self.backend, schedule, injected=self.injected.put, restart=restart)
         self.agent = TransferAgent("reader", incarnation, [self.backend], {"kv": self.arena}, [backend])
         self.outcomes: queue.Queue[PullOutcome] = queue.Queue()
         self.settled: queue.Queue[str] = queue.Queue()

@@ -24,6 +24,8 @@ from shared.transfer.puller import Puller
 HEADS = 2
 NUM_BLOCKS = (16, 8)
 EXTENT_BYTES = (4096, 12288)
+#: Begins every answer.
+MARK = "@@"
 
 
 def content(group: int, seed: int) -> bytes:
@@ -31,8 +33,8 @@ def content(group: int, seed: int) -> bytes:
     return np.random.default_rng(seed).bytes(EXTENT_BYTES[group])
 
 
-def make_backend(name: str, agent_name: str) -> TransferBackend:
-    """A backend by its name."""
+def make_backend(name: str, agent_name: str, port: int = 0) -> TransferBackend:
+    """A backend by its name; ``port`` is where it listens, if it can be told."""
     if name == "shm":
         from shared.transfer.shm import ShmBackend
 
@@ -40,7 +42,11 @@ def make_backend(name: str, agent_name: str) -> TransferBackend:
     if name == "tcp":
         from shared.transfer.tcp import TcpBackend
 
-        return TcpBackend()
+        return TcpBackend(port=port)
+    if name == "mooncake":
+        from shared.transfer.mooncake import MooncakeBackend
+
+        return MooncakeBackend()
     from shared.transfer.nixl import NixlBackend
 
     return NixlBackend(agent_name)
@@ -50,11 +56,15 @@ class PeerState:
     """The process's one arena and what its commands do to it."""
 
     def __init__(self, backend: str, incarnation: str, epoch: int) -> None:
-        self.arena = Arena.create("kv", NUM_BLOCKS, EXTENT_BYTES, incarnation, epoch)
+        self._backend = backend
         self.heard: list[str] = []
-        self.agent = TransferAgent(
-            "peer", incarnation, [make_backend(backend, f"peer@{incarnation}")], {"kv": self.arena}, [backend]
-        )
+        self._begin(incarnation, epoch)
+
+    def _begin(self, incarnation: str, epoch: int, port: int = 0) -> None:
+        backend = make_backend(self._backend, f"peer@{incarnation}", port)
+        self._port = getattr(backend, "port", 0)
+        self.arena = Arena.create("kv", NUM_BLOCKS, EXTENT_BYTES, incarnation, epoch)
+        self.agent = TransferAgent("peer", incarnation, [backend], {"kv": self.arena}, [self._backend])
         self.puller = Puller(
             self.agent,
             deliver=lambda outcome: None,
@@ -63,6 +73,18 @@ class PeerState:
             clock=MonotonicClock(),
         )
         self.puller.expect(True)
+
+    def end(self) -> None:
+        self.puller.close()
+        self.agent.close()
+        self.arena.close()
+
+    def restart(self, epoch: int) -> str:
+        """End this life and begin another one at the same address: the same process, descriptors and, if it
+        listens anywhere, the same port."""
+        self.end()
+        self._begin(f"{epoch:032x}", epoch, self._port)
+        return self.info()
 
     def info(self) -> str:
         return base64.b64encode(msgspec.msgpack.encode(self.agent.info())).decode()
@@ -92,12 +114,11 @@ class PeerState:
 def main() -> None:
     """Answer commands until stdin ends."""
     state = PeerState(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    print(json.dumps(state.info()), flush=True)
+    print(MARK + json.dumps(state.info()), flush=True)
     for line in sys.stdin:
         name, *args = line.split()
-        print(json.dumps(getattr(state, name)(*map(int, args))), flush=True)
-    state.puller.close()
-    state.agent.close()
+        print(MARK + json.dumps(getattr(state, name)(*map(int, args))), flush=True)
+    state.end()
     sys.stdout.flush()
     os._exit(0)
 

@@ -100,6 +100,12 @@ def test_an_op_outside_a_region_is_refused_before_anything_moves(
     assert bytes(local.arena.buffer) == before
 
 
+def test_a_read_of_nothing_is_done(local: Local, peer: Peer) -> None:
+    handle = local.backend.read(local.connect(peer.info), "kv", "kv", [])
+    assert local.backend.poll(handle) is ReadState.DONE
+    assert local.backend.release(handle) is True
+
+
 def test_unknown_regions_are_refused(local: Local, peer: Peer) -> None:
     connected = local.connect(peer.info)
     ops = [data_op(peer.info, 0, 0, 0)]

@@ -24,7 +24,7 @@ def test_the_default_is_six_processes_router_first() -> None:
     assert list(_plan()) == ["router", "kv-store-0", "encoder-0", "prefill-0", "decode-0", "decode-1"]
 
 
-@pytest.mark.parametrize("text", ["e=1,p", "x=1", "e=-1", "e=one", "p=0,d=0", "s=2", "d=65"])
+@pytest.mark.parametrize("text", ["e=1,p", "x=1", "e=-1", "e=one", "p=0,d=0", "s=65", "d=65"])
 def test_a_bad_topology_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Topology.parse(text)
@@ -34,19 +34,21 @@ def test_a_topology_may_lack_phases_and_the_router_does_not_wait_for_them() -> N
     specs = _plan("e=0,p=0,d=1,s=0")
     assert list(specs) == ["router", "decode-0"]
     decode, router = specs["decode-0"].config, specs["router"].config
-    assert isinstance(decode, WorkerConfig) and decode.kv_store == ""
+    assert isinstance(decode, WorkerConfig) and decode.kv_stores == ()
     assert isinstance(router, RouterConfig) and router.routing.phases == ("decode",)
     whole = _plan()["router"].config
     assert isinstance(whole, RouterConfig) and whole.routing.phases == ("encoder", "prefill", "decode")
 
 
-def test_workers_know_the_router_and_the_store() -> None:
-    specs = _plan()
+def test_workers_know_the_router_and_every_store() -> None:
+    specs = _plan("s=2")
+    assert list(specs)[:3] == ["router", "kv-store-0", "kv-store-1"]
+    stores = tuple(specs[f"kv-store-{n}"].grpc_address for n in range(2))
     for spec in specs.values():
         if isinstance(spec.config, WorkerConfig | StoreConfig):
             assert spec.config.routers == ("127.0.0.1:2",)
-        if isinstance(spec.config, WorkerConfig) and spec.kind != "encoder":
-            assert spec.config.kv_store == specs["kv-store-0"].grpc_address
+        if isinstance(spec.config, WorkerConfig):
+            assert spec.config.kv_stores == stores
 
 
 def test_every_process_has_ports_of_its_own_on_loopback() -> None:

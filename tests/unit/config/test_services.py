@@ -56,7 +56,7 @@ def test_sections_are_frozen(cls: type[Any]) -> None:
         ("registry.kind=redis", "registry: kind redis needs redis_url"),
         ("registry.ttl_s=0.5", "registry: ttl_s must be longer than heartbeat_s"),
         ("routing.lost_s=1", "routing: lost_s and stall_s must not be shorter than suspect_s"),
-        ("transfer.order=shm,zzz", "transfer.order: expected one of shm, tcp, nixl"),
+        ("transfer.order=shm,zzz", "transfer.order: expected one of shm, tcp, nixl, mooncake"),
         ("transfer.order=", "transfer: order must name at least one backend"),
         ("server.port=65536", "server.port: must be at most 65535"),
         ("server.port=8000", "RouterConfig: http.port and server.port must differ"),

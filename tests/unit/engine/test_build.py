@@ -12,7 +12,8 @@ import pytest
 from shared.clock import ManualClock, SystemEntropy
 from shared.config.services import EncoderConfig, KVConfig, ModelConfig, RuntimeConfig, WorkerConfig
 from shared.engine.backend import load_backend
-from shared.engine.build import Environment, build_token_engine, make_ec_arena, max_model_len
+from shared.engine.build import Environment, build_token_engine, max_model_len
+from shared.engine.memory import make_ec_arena
 from shared.errors import ConfigError
 from shared.failpoints import Failpoints
 from shared.telemetry.tracing import Tracer, build_tracer

@@ -11,34 +11,46 @@ from shared.engine.desk import PullDesk
 from shared.engine.inbox import Inbox
 from shared.engine.store_link import RemoteStoreLink
 from shared.engine.tier_costs import TierCosts
-from shared.kv_cache.block_hash import BlockHasher, HashedBlock
+from shared.kv_cache.block_hash import BlockHasher
 from shared.kv_cache.manager import CommittedBlock, KVCacheManager
+from shared.kv_cache.segments import WantedBlock
 from shared.scheduler.sequence import Sequence
+from shared.tiering.pool import NodeLease, PoolHit
 from shared.transfer.handoff import PullOutcome
 from shared.types.identity import IdentityKey
 from shared.types.kv import KVCacheSpec, KVGroupSpec
 from shared.types.request import GenerationRequest, SamplingParams
-from shared.types.store import StoreHit
 from shared.types.transfer import AgentInfo, BlockRef, KvTransferParams
 from shared.types.worker import AGGREGATED
 from tests.unit.engine.test_landing import RecordingPuller
 
-STORE = AgentInfo("store", "i", 1, (), ())
+STORE, OTHER = AgentInfo("store", "i", 1, (), ()), AgentInfo("other", "i", 1, (), ())
+
+
+def run_of(producer: AgentInfo, first: int, *block_ids: int) -> KvTransferParams:
+    refs = tuple(BlockRef(block_id, 1, (block_id,)) for block_id in block_ids)
+    return KvTransferParams("lease", producer, 0, first, refs)
+
+
+HIT = PoolHit(2, (run_of(STORE, 0, 0, 1),), (NodeLease("store:1", "lease"),))
 
 
 class ScriptedCalls:
     """Looks up what the test says and remembers the rest."""
 
     def __init__(self) -> None:
-        self.looked_up: list[Callable[[StoreHit], None]] = []
-        self.released: list[str] = []
+        self.usable = True
+        self.looked_up: list[Callable[[PoolHit], None]] = []
+        self.wanted: list[tuple[WantedBlock, ...]] = []
+        self.released: list[PoolHit] = []
         self.offered: list[tuple[CommittedBlock, ...]] = []
 
-    def lookup(self, wanted: tuple[HashedBlock, ...], done: Callable[[StoreHit], None]) -> None:
+    def lookup(self, wanted: tuple[WantedBlock, ...], done: Callable[[PoolHit], None]) -> None:
+        self.wanted.append(wanted)
         self.looked_up.append(done)
 
-    def release(self, lease_id: str) -> None:
-        self.released.append(lease_id)
+    def release(self, hit: PoolHit) -> None:
+        self.released.append(hit)
 
     def offer(self, blocks: tuple[CommittedBlock, ...], done: Callable[[int], None]) -> None:
         self.offered.append(blocks)
@@ -77,18 +89,84 @@ def test_a_request_that_ends_while_blocks_of_the_store_land_gives_their_lease_ba
     sequence = Sequence(request, 0, AGGREGATED, 1)
     loaded: list[bool] = []
     bench.link.load(sequence, lambda: loaded.append(True))
-    run = KvTransferParams("lease", STORE, 0, 0, (BlockRef(0, 1, (1,)), BlockRef(1, 1, (1,))))
-    bench.calls.looked_up[0](StoreHit("lease", 5.0, 2, (run,)))
+    bench.calls.looked_up[0](HIT)
     bench.inbox.run()
     assert len(bench.puller.pulls) == 1
     bench.link.forget(sequence)
-    assert bench.calls.released == ["lease"]
+    assert bench.calls.released == [HIT]
     bench.desk.deliver(
         PullOutcome(bench.puller.pulls[0].pull_id, (False,) * 2, "cancelled", True, 0, 0.0, "")
     )
     bench.inbox.run()
-    assert not loaded and bench.calls.released == ["lease"]
+    assert not loaded and bench.calls.released == [HIT]
     assert (bench.kv.num_used(), bench.kv.num_quarantined()) == (0, 0)
+
+
+def test_a_hit_of_two_stores_lands_in_one_table_and_all_its_leases_go_back() -> None:
+    bench = Bench()
+    bench.kv.open("warm", list(range(4)), (), "", "", 0)
+    bench.kv.reserve("warm", 4, writable_from=0)
+    bench.kv.commit("warm", 4, {(0, bench.kv.table("warm")[0][0]): (1,)})
+    bench.kv.close("warm")
+    sequence = Sequence(
+        GenerationRequest("a", "m", tuple(range(17)), 17, SamplingParams(4)), 0, AGGREGATED, 1
+    )
+    loaded: list[bool] = []
+    bench.link.load(sequence, lambda: loaded.append(True))
+    (wanted,) = bench.calls.wanted
+    assert [want.block.token_ids[0] for want in wanted] == [4, 8, 12], "the first block is here already"
+    hit = PoolHit(
+        3,
+        (run_of(STORE, 0, 30), run_of(OTHER, 1, 40, 41)),
+        (NodeLease("store:1", "x"), NodeLease("other:1", "y")),
+    )
+    bench.calls.looked_up[0](hit)
+    bench.inbox.run()
+    table = bench.kv.table(sequence.key)[0]
+    assert [
+        (pull.producer, [(b.remote.block_id, b.local_block) for b in pull.blocks])
+        for pull in bench.puller.pulls
+    ] == [(STORE, [(30, table[1])]), (OTHER, [(40, table[2]), (41, table[3])])]
+    for pull in bench.puller.pulls:
+        assert not loaded and not bench.calls.released
+        ok = (True,) * len(pull.blocks)
+        bench.desk.deliver(PullOutcome(pull.pull_id, ok, "", True, 8, 0.1, "shm"))
+        bench.inbox.run()
+    assert loaded == [True] and bench.calls.released == [hit]
+    assert sequence.num_cached == 16
+    bench.kv.close(sequence.key)
+    bench.kv.check_integrity()
+
+
+def test_a_second_store_that_dies_in_the_middle_leaves_what_the_first_one_gave() -> None:
+    bench = Bench()
+    sequence = Sequence(
+        GenerationRequest("a", "m", tuple(range(17)), 17, SamplingParams(4)), 0, AGGREGATED, 1
+    )
+    bench.link.load(sequence, lambda: None)
+    hit = PoolHit(4, (run_of(STORE, 0, 30, 31), run_of(OTHER, 2, 40, 41)), (NodeLease("store:1", "x"),))
+    bench.calls.looked_up[0](hit)
+    bench.inbox.run()
+    lost, whole = bench.puller.pulls[1], bench.puller.pulls[0]
+    bench.desk.deliver(PullOutcome(lost.pull_id, (False, False), "peer_lost", True, 0, 0.1, "shm"))
+    bench.desk.deliver(PullOutcome(whole.pull_id, (True, True), "", True, 8, 0.1, "shm"))
+    bench.inbox.run()
+    assert sequence.num_cached == 8 and bench.calls.released == [hit]
+
+
+def test_with_no_store_that_answers_nothing_is_asked_or_offered() -> None:
+    bench = Bench()
+    bench.calls.usable = False
+    sequence = Sequence(GenerationRequest("a", "m", tuple(range(9)), 9, SamplingParams(4)), 0, AGGREGATED, 1)
+    loaded: list[bool] = []
+    bench.link.load(sequence, lambda: loaded.append(True))
+    assert loaded == [True] and not bench.calls.looked_up and not sequence.kv_open
+    bench.kv.open("b", list(range(4)), (), "", "", 0)
+    bench.kv.reserve("b", 4, writable_from=0)
+    bench.link.offer(tuple(bench.kv.commit("b", 4, {(0, bench.kv.table("b")[0][0]): (1,)})))
+    assert not bench.calls.offered
+    bench.kv.close("b")
+    bench.kv.check_integrity()
 
 
 def test_blocks_that_went_with_their_request_are_not_offered() -> None:
@@ -115,8 +193,7 @@ def test_a_prefix_is_loaded_until_computing_is_measured_to_be_faster() -> None:
         asked.append(len(bench.calls.looked_up) - before)
         if asked[-1]:
             bench.clock.advance(load_s)
-            run = KvTransferParams("lease", STORE, 0, 0, (BlockRef(0, 1, (1,)), BlockRef(1, 1, (1,))))
-            bench.calls.looked_up[-1](StoreHit("lease", 5.0, 2, (run,)))
+            bench.calls.looked_up[-1](HIT)
             bench.inbox.run()
             pull = bench.puller.pulls[-1]
             bench.desk.deliver(PullOutcome(pull.pull_id, (True, True), "", True, 64, load_s, "shm"))

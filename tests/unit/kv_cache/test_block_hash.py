@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.kv_cache.block_hash import BlockHasher, media_by_block
+from shared.kv_cache.block_hash import BlockHasher, block_content, media_by_block
 from shared.types.request import MediaItem
 from tests.unit.kv_cache.kv_builders import IDENTITY, make_hasher
 
@@ -116,3 +116,16 @@ def test_every_placeholder_position_is_named_by_its_block(
             expected.setdefault(index, set()).add((item.mm_hash, item.offset - index * block_size))
     found = media_by_block(media, block_size)
     assert {index: set(inside) for index, inside in found.items()} == expected
+
+
+@pytest.mark.parametrize("bits", [256, 250, 8])
+def test_contents_are_what_the_hashes_of_a_prompt_are_made_of(bits: int) -> None:
+    hasher = BlockHasher(IDENTITY, 4, bits=bits)
+    media = (MediaItem("aa", 3, 6), MediaItem("bb", 14, 1))
+    blocks = list(hasher.prompt(range(100, 118), media, "salt", "adapter"))
+    hashes, contents = hasher.contents(range(100, 118), media, "salt", "adapter")
+    assert hashes == [block.block_hash for block in blocks] and len(hashes) == 4
+    assert contents == [block_content(b.parent, b.token_ids, b.media) for b in blocks]
+    assert hashes == [hasher.chain(b.parent, b.token_ids, b.media) for b in blocks]
+    with pytest.raises(ValueError, match="32 bits"):
+        hasher.contents([-1] * 4)

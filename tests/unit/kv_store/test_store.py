@@ -10,15 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.kv_store.store import MISS, KvStore
 from shared.clock import CountingEntropy, ManualClock
 from shared.failpoints import Failpoints
+from shared.tiering.kv_store import MISS, KvStore, Limits
+from shared.tiering.pulls import Pulls
 from shared.transfer.arena import Arena
 from shared.transfer.handoff import Pull, PullOutcome
-from shared.types.identity import LayoutSpec
+from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.kv import KVGroupSpec
 from shared.types.store import BlockKey, OfferedBlock, StoreHit
 from shared.types.transfer import AgentInfo, BlockRef
+from tests.fakes.tiers import below
 
 GROUPS = (KVGroupSpec(1, 2, 1, "uint64"), KVGroupSpec(2, 1, 1, "uint64"))
 LAYOUT = LayoutSpec(GROUPS, 2)
@@ -34,16 +36,21 @@ class Desk:
         extents = tuple(g.extent_bytes(LAYOUT.block_size) for g in GROUPS)
         self.arena = Arena.create("kv", (NUM_BLOCKS,) * 2, extents, "a" * 32, 3)
         self.own = AgentInfo("store", "a" * 32, 3, (), (self.arena.info,), LAYOUT)
+        self.outcomes: list[PullOutcome] = []
+        self._pulls = Pulls("kv", self.outcomes.append)
+        self._pulls.bind(self)
         self.store = KvStore(
+            IdentityKey("m", "r", "t", "uint64"),
             LAYOUT,
             self.arena,
             lambda: self.own,
+            self._pulls,
+            below(self.clock)[0],
             self.clock,
             CountingEntropy(),
             Failpoints.parse(arms),
-            lease_s=10,
+            Limits("lru", 1.0, lease_s=10),
         )
-        self.store.bind(self)
         self.pulls: list[Pull] = []
         self.answers: list[int] = []
 
@@ -56,14 +63,20 @@ class Desk:
     def end(self, pull: Pull, reason: str = "", *, ok: bool = True, terminal: bool = True) -> None:
         self.pulls.remove(pull)
         good = (ok and not reason,) * len(pull.blocks)
-        self.store.on_outcome(PullOutcome(pull.pull_id, good, reason, terminal, 0, 0.0, "shm"))
+        self._pulls.on_outcome(PullOutcome(pull.pull_id, good, reason, terminal, 0, 0.0, "shm"))
+
+    def settle(self, pull_id: str) -> None:
+        self._pulls.on_settled(pull_id)
 
     def end_all(self) -> None:
         for pull in tuple(self.pulls):
             self.end(pull)
 
-    def lookup(self, numbers: range) -> StoreHit:
-        return self.store.lookup(LAYOUT, [key(n, group) for group in (0, 1) for n in numbers])
+    def lookup(self, numbers: range, layout: LayoutSpec = LAYOUT) -> StoreHit:
+        hits: list[StoreHit] = []
+        self.store.lookup(layout, [key(n, group) for group in (0, 1) for n in numbers], hits.append)
+        (hit,) = hits
+        return hit
 
     def assert_at_rest(self) -> None:
         self.store.check_integrity()
@@ -128,8 +141,7 @@ def test_blocks_of_a_dead_worker_are_quarantined_until_settled(desk: Desk) -> No
     desk.offer(offered(range(NUM_BLOCKS)))
     assert [len(pull.blocks) for pull in desk.pulls] == [NUM_BLOCKS - 2, NUM_BLOCKS]
     desk.end_all()
-    desk.store.on_settled(first.pull_id)
-    desk.store.on_settled(second.pull_id)
+    desk.settle(first.pull_id)
     desk.assert_at_rest()
 
 
@@ -153,7 +165,7 @@ def test_an_offer_of_another_layout_or_shape_is_refused(desk: Desk) -> None:
     assert (desk.answers, desk.pulls) == ([0] * 5, [])
     desk.offer(offered(range(1)))
     desk.end_all()
-    assert desk.store.lookup(LayoutSpec(GROUPS, 4), [key(0, 0), key(0, 1)]) == MISS
+    assert desk.lookup(range(1), LayoutSpec(GROUPS, 4)) == MISS
 
 
 def test_a_lease_keeps_blocks_until_it_is_released_or_over(desk: Desk) -> None:
@@ -211,7 +223,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unsettled)
     @rule()
     def settle(self) -> None:
-        self.desk.store.on_settled(self.unsettled.pop())
+        self.desk.settle(self.unsettled.pop())
 
     @rule(first=st.integers(0, 8))
     def lookup(self, first: int) -> None:
@@ -239,7 +251,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.desk.end_all()
         for pull_id in self.unsettled:
-            self.desk.store.on_settled(pull_id)
+            self.desk.settle(pull_id)
         self.desk.clock.advance(10)
         self.desk.store.expire()
         self.desk.assert_at_rest()

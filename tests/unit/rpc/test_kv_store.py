@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared.errors import InvalidRequest, PeerLost, WorkerLost
@@ -13,8 +14,8 @@ from shared.rpc.client import open_channel, typed_errors
 from shared.rpc.kv_store import KvStoreServicer, KvStoreStub
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.kv import KVGroupSpec
-from shared.types.store import BlockKey, OfferedBlock, StoreHit
-from shared.types.transfer import AgentInfo, BlockRef, KvTransferParams
+from shared.types.store import BlockKey, EmbeddingHit, EmbeddingKey, OfferedBlock, StoreHit
+from shared.types.transfer import AgentInfo, BlockRef, EcTransferParams, KvTransferParams
 from shared.types.worker import WorkerInfo, WorkerStatus
 from tests.unit.rpc.samples import IDENTITY, INFO, serving
 from triptych.v1 import kv_store_pb2 as pb
@@ -22,7 +23,9 @@ from triptych.v1 import kv_store_pb2_grpc
 
 LAYOUT = LayoutSpec((KVGroupSpec(2, 1, 4, "float32"),), 4)
 KEY = BlockKey(0, b"h" * 32, b"p" * 32, (1, 2, 3, 4), (("m", -2),))
-BLOCK = OfferedBlock(KEY, BlockRef(3, 7, (1 << 63, 5)))
+BLOCK = OfferedBlock(KEY, BlockRef(3, 7, (1 << 63, 5)), "tenant")
+EMBEDDING = EmbeddingKey(b"m" * 32, "options", "processor", b"s" * 32, 5, 16, "float32")
+ROWS = EcTransferParams("h", INFO.agent, "mm", 5, 16, "float32", (4, 2), (7, 1 << 63), 1 << 63)
 
 
 class Store:
@@ -44,6 +47,18 @@ class Store:
             return StoreHit()
         run = KvTransferParams("lease", INFO.agent, 0, 0, (BLOCK.ref,))
         return StoreHit("lease", 30.0, 1, (run,))
+
+    async def offer_embedding(
+        self, identity: IdentityKey, key: EmbeddingKey, params: EcTransferParams
+    ) -> bool:
+        self.calls.append((identity, key, params))
+        return key == EMBEDDING
+
+    async def lookup_embedding(
+        self, identity: IdentityKey, key: EmbeddingKey, rows_per_block: int
+    ) -> EmbeddingHit:
+        self.calls.append((identity, key, rows_per_block))
+        return EmbeddingHit("lease", 30.0, ROWS) if key == EMBEDDING else EmbeddingHit()
 
     def release(self, lease_ids: Sequence[str]) -> None:
         self.calls.append(list(lease_ids))
@@ -74,6 +89,22 @@ async def test_every_call_carries_its_records_both_ways() -> None:
     assert port.calls == [(IDENTITY, INFO.agent, [BLOCK, BLOCK]), (IDENTITY, LAYOUT, [KEY]), ["lease"]]
 
 
+async def test_embeddings_carry_their_records_both_ways() -> None:
+    port = Store()
+    other = msgspec.structs.replace(EMBEDDING, num_rows=6)
+    async with store_at(port) as stub:
+        assert await stub.offer_embedding(IDENTITY, EMBEDDING, ROWS)
+        assert not await stub.offer_embedding(IDENTITY, other, ROWS)
+        assert await stub.lookup_embedding(IDENTITY, EMBEDDING, 3) == EmbeddingHit("lease", 30.0, ROWS)
+        assert await stub.lookup_embedding(IDENTITY, other, 3) == EmbeddingHit()
+    assert port.calls == [
+        (IDENTITY, EMBEDDING, ROWS),
+        (IDENTITY, other, ROWS),
+        (IDENTITY, EMBEDDING, 3),
+        (IDENTITY, other, 3),
+    ]
+
+
 async def test_a_miss_is_an_empty_hit() -> None:
     async with store_at(Store()) as stub:
         assert await stub.lookup(IDENTITY, LAYOUT, []) == StoreHit()
@@ -101,6 +132,16 @@ async def test_a_store_that_is_not_there_is_a_typed_error(free_port: int) -> Non
         ("Lookup", pb.LookupRequest()),
         ("Lookup", pb.LookupRequest(identity={}, layout={})),
         ("Release", pb.ReleaseRequest(lease_ids=["x" * 1000])),
+        ("OfferEmbedding", pb.OfferEmbeddingRequest(identity={}, key={})),
+        ("LookupEmbedding", pb.LookupEmbeddingRequest(identity={}, rows_per_block=1)),
+        ("LookupEmbedding", pb.LookupEmbeddingRequest(identity={}, key={}, rows_per_block=1)),
+        (
+            "LookupEmbedding",
+            pb.LookupEmbeddingRequest(
+                identity={},
+                key={"media_hash": b"m", "salt_digest": b"s", "num_rows": 1, "row_bytes": 1, "dtype": "f"},
+            ),
+        ),
         (
             "Offer",
             pb.OfferRequest(identity={}, producer={"worker_id": "w", "incarnation": "i"}, blocks=[{}]),

@@ -191,31 +191,36 @@ def row_span(driver: Driver, row: int) -> tuple[int, int]:
     return start, start + CONFIG.row_bytes
 
 
-def test_ranks_with_half_the_heads_add_up() -> None:
-    prompt = [5, 6, 7, 8, 9]
-    half = KVCacheSpec(4, (KVGroupSpec(1, 1, 1, "uint64"),))
-    total = 0
-    for head in (0, 1):
-        arena = memoryview(bytearray(8 * 64))
-        rank = WitnessRunner(CONFIG, half, [arena], head_start=head)
-        new = NewRow(0, "r", 0, tuple(prompt), 5, GREEDY)
-        rank.execute(StepPlan(1, new_rows=(new,), rows=(RowStep(0, 0, tuple(prompt), 0, ((3, 1),)),)))
-        total += int(rank.states([0], [5])[0])
-    assert total % 2**64 == WitnessOracle(CONFIG).state(prompt)
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_that_share_the_heads_answer_like_one(seed: int, tp_size: int) -> None:
+    config = WitnessConfig(num_layers=3, num_kv_heads=4, eos_period=24)
+    groups = (KVGroupSpec(1, 4, 1, "uint64"), KVGroupSpec(2, 4, 1, "uint64"))
+    rnd = random.Random(f"ranks {seed} {tp_size}")
+    jobs = [random_job(rnd) for _ in range(6)]
+    driver = Driver(config, KVCacheSpec(8, groups), rnd, depth=2, tp_size=tp_size)
+    assert_equals_oracle(config, jobs, driver.run(jobs))
 
 
-def test_the_reduction_over_ranks_decides_the_token() -> None:
-    prompt = tuple(range(20))
-    spec = one_group(CONFIG, 4)
-    tokens = []
-    for shift in (0, 1):
-        runner = WitnessRunner(
-            CONFIG, spec, [memoryview(bytearray(16 * 128))], all_reduce=lambda states, s=shift: states + s
-        )
-        new = NewRow(0, "r", 0, prompt, 20, SamplingParams(max_tokens=1, temperature=0.0, logprobs=8))
-        step = RowStep(0, 0, prompt, 0, (tuple(range(5)),), (0,))
-        tokens.append(runner.execute(StepPlan(1, new_rows=(new,), rows=(step,))).result().logprobs)
-    assert tokens[0] != tokens[1]
+def test_every_rank_counts_and_seals_its_heads_in_order() -> None:
+    prompt, spec = list(range(30, 40)), one_group(CONFIG, 4)
+    arenas = [bytearray(64 * 64) for _ in range(2)]
+    runner = WitnessRunner(CONFIG, spec, [memoryview(arena) for arena in arenas], tp_size=2)
+    new = NewRow(0, "r", 0, tuple(prompt), len(prompt), GREEDY)
+    step = RowStep(0, 0, tuple(prompt), 0, ((3, 1, 2),))
+    result = runner.execute(StepPlan(1, new_rows=(new,), rows=(step,), seals=(BlockSeal(0, 1),))).result()
+    assert result.checksums == (tuple(xxhash.xxh3_64_intdigest(arena[64:128]) for arena in arenas),)
+    state = WitnessOracle(CONFIG).state(prompt)
+    assert int(runner.states([0], [10])[0]) == state
+    for arena in arenas:
+        arena[3 * 64] ^= 1
+        assert int(runner.states([0], [10])[0]) != state
+        arena[3 * 64] ^= 1
+
+
+def test_memory_for_the_wrong_number_of_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="one memory"):
+        WitnessRunner(CONFIG, one_group(CONFIG, 4), [memoryview(bytearray(128))], tp_size=2)
 
 
 # --- plan and lifecycle ---------------------------------------------------------------------

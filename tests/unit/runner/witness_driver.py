@@ -60,15 +60,19 @@ class Driver:
         rnd: random.Random,
         num_blocks: int = 400,
         depth: int = 1,
+        tp_size: int = 1,
     ) -> None:
         self.config, self.spec, self.rnd, self.depth = config, spec, rnd, depth
         self.arenas = [
-            memoryview(bytearray(rnd.randbytes(num_blocks * group.extent_bytes(spec.block_size))))
+            memoryview(bytearray(rnd.randbytes(num_blocks * group.extent_bytes(spec.block_size) // tp_size)))
+            for _ in range(tp_size)
             for group in spec.groups
         ]
         self.ec = memoryview(bytearray(rnd.randbytes(64 * ROWS_PER_BLOCK * config.row_bytes)))
         self.encoder = WitnessEncoderRunner(config, self.ec, ROWS_PER_BLOCK)
-        self.runner = WitnessRunner(config, spec, self.arenas, ec_data=self.ec, rows_per_block=ROWS_PER_BLOCK)
+        self.runner = WitnessRunner(
+            config, spec, self.arenas, ec_data=self.ec, rows_per_block=ROWS_PER_BLOCK, tp_size=tp_size
+        )
         self.free = [rnd.sample(range(num_blocks), num_blocks) for _ in spec.groups]
         self.free_ec = rnd.sample(range(64), 64)
         self.steps = 0

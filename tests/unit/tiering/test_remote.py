@@ -1,18 +1,20 @@
-"""A worker's client of the store, over a real gRPC server: every trouble is a miss."""
+"""A worker's client of one node of the store, over a real gRPC server: every trouble is a miss."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+from prometheus_client import Counter
 
-from shared.clock import ManualClock
 from shared.errors import InternalError
 from shared.kv_cache.block_hash import HashedBlock
 from shared.kv_cache.manager import CommittedBlock
 from shared.rpc.kv_store import KvStoreServicer
 from shared.rpc.server import RpcServer
-from shared.tiering.remote import MISS, PAUSE_S, KvStoreClient
+from shared.telemetry import metrics
+from shared.tiering.remote import MISS, KvStoreClient
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.kv import KVGroupSpec
 from shared.types.store import BlockKey, OfferedBlock, StoreHit
@@ -33,6 +35,8 @@ class Script:
         self.hit = MISS
         self.calls: list[object] = []
         self.broken = False
+        self.probes = 0
+        self.gate: asyncio.Event | None = None
 
     def check(self, call: object) -> None:
         self.calls.append(call)
@@ -45,15 +49,20 @@ class Script:
 
     async def lookup(self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey]) -> StoreHit:
         self.check((identity, layout, tuple(blocks)))
+        if self.gate is not None:
+            await self.gate.wait()
         return self.hit
 
     def release(self, lease_ids: Sequence[str]) -> None:
         self.check(tuple(lease_ids))
 
     def info(self) -> WorkerInfo:
-        return WorkerInfo("s", "b" * 32, "kv_store", "", "m", IDENTITY, AGENT)
+        return WorkerInfo("s", "b" * 32, "kv_store", "127.0.0.1:1", "m", IDENTITY, AGENT)
 
     def status(self) -> WorkerStatus:
+        self.probes += 1
+        if self.broken:
+            raise InternalError("broken")
         return WorkerStatus("b" * 32)
 
 
@@ -63,15 +72,10 @@ def script() -> Script:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(100.0)
-
-
-@pytest.fixture
-async def client(script: Script, clock: ManualClock) -> AsyncIterator[KvStoreClient]:
+async def client(script: Script) -> AsyncIterator[KvStoreClient]:
     server = RpcServer()
     KvStoreServicer(script).add_to(server.server)
-    made = KvStoreClient(f"127.0.0.1:{await server.start()}", IDENTITY, LAYOUT, clock)
+    made = KvStoreClient(f"127.0.0.1:{await server.start()}", IDENTITY, LAYOUT, probe_s=0.01)
     yield made
     await made.close()
     await server.stop()
@@ -100,7 +104,7 @@ async def test_a_hit_that_is_not_whole_is_a_miss(
 
 async def test_committed_blocks_are_offered_as_they_are(client: KvStoreClient, script: Script) -> None:
     ref = BlockRef(5, 7, (1, 2))
-    block = CommittedBlock(1, 0, 5, b"h" * 32, b"p" * 32, (1, 2), (("p", 0),), ref)
+    block = CommittedBlock(1, 0, 5, b"h" * 32, b"p" * 32, (1, 2), (("p", 0),), ref, b"h" * 32)
     assert await client.offer(AGENT, [block]) == 1
     key = BlockKey(1, b"h" * 32, b"p" * 32, (1, 2), (("p", 0),))
     assert script.calls == [(IDENTITY, AGENT, (OfferedBlock(key, ref),))]
@@ -113,24 +117,76 @@ async def test_nothing_to_say_makes_no_call(client: KvStoreClient, script: Scrip
     assert script.calls == []
 
 
-async def test_a_store_in_trouble_is_a_miss_and_left_alone_for_a_while(
-    client: KvStoreClient, script: Script, clock: ManualClock
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_store_in_trouble_is_a_miss_and_left_alone_until_it_answers(
+    client: KvStoreClient, script: Script
 ) -> None:
     script.broken = True
     assert await client.lookup(WANTED) == MISS
     assert client.paused
+    await until(lambda: script.probes >= 3)
     await client.release(["lease"])
     assert await client.lookup(WANTED) == MISS
-    assert len(script.calls) == 1
-    clock.advance(PAUSE_S)
+    assert client.paused and len(script.calls) == 1, "only probes reach it"
     script.broken, script.hit = False, hit_of(3, 3, 3)
+    await until(lambda: not client.paused)
     assert (await client.lookup(WANTED)).num_blocks == 3
     await client.release(["lease"])
     assert script.calls[-1] == ("lease",)
+    probes = script.probes
+    script.broken = True
+    await client.lookup(WANTED)
+    await until(lambda: script.probes > probes)
 
 
-async def test_a_store_that_is_gone_is_a_miss(clock: ManualClock, free_port: int) -> None:
-    client = KvStoreClient(f"127.0.0.1:{free_port}", IDENTITY, LAYOUT, clock)
+async def test_a_store_that_is_gone_is_a_miss(free_port: int) -> None:
+    client = KvStoreClient(f"127.0.0.1:{free_port}", IDENTITY, LAYOUT)
     assert await client.lookup(WANTED) == MISS
+    assert client.paused
     assert await client.offer(AGENT, []) == 0
     await client.close()
+
+
+async def test_failures_and_pauses_are_counted_for_each_node(client: KvStoreClient, script: Script) -> None:
+    failures = metrics.STORE_NODE_FAILURES.labels(client.address, "lookup")
+    pauses = metrics.STORE_NODE_PAUSES.labels(client.address)
+    script.broken = True
+    await asyncio.gather(client.lookup(WANTED), client.lookup(WANTED))
+    assert (value(failures), value(pauses)) == (2, 1)
+    script.broken = False
+    await until(lambda: not client.paused)
+    script.broken = True
+    await client.lookup(WANTED)
+    assert (value(failures), value(pauses)) == (3, 2)
+
+
+async def test_what_is_too_much_for_one_call_is_not_asked(
+    client: KvStoreClient, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.tiering.remote.MAX_LOOKED_UP", 5)
+    await client.lookup(WANTED)
+    assert script.calls == [(IDENTITY, LAYOUT, tuple(BlockKey(g, *b) for g in (0, 1) for b in WANTED[:2]))]
+
+
+async def test_closing_waits_for_calls_under_way_and_begins_none(
+    client: KvStoreClient, script: Script
+) -> None:
+    script.gate, script.hit = asyncio.Event(), hit_of(3, 3, 3)
+    asked = asyncio.create_task(client.lookup(WANTED))
+    await until(lambda: bool(script.calls))
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    assert client.paused and not closing.done()
+    script.gate.set()
+    assert (await asked).num_blocks == 3
+    await closing
+    assert await client.lookup(WANTED) == MISS
+
+
+def value(counter: Counter) -> float:
+    return next(s.value for m in counter.collect() for s in m.samples if s.name.endswith("_total"))

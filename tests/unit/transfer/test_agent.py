@@ -11,7 +11,7 @@ from shared.clock import ManualClock
 from shared.errors import ConfigError, PeerLost
 from shared.transfer.agent import Link, Links, TransferAgent
 from shared.transfer.arena import Arena
-from shared.transfer.base import ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
 from shared.types.transfer import AgentInfo, Endpoint
@@ -26,7 +26,7 @@ class Switchboard(TransferBackend):
         self.tried: list[bytes] = []
         self.open: list[bytes] = []
 
-    def register(self, name: str, buffer: memoryview, fd: int) -> None: ...
+    def register(self, name: str, buffer: memoryview, fd: int, pieces: Sequence[Pieces] = ()) -> None: ...
     def describe(self) -> bytes:
         return b"own"
 

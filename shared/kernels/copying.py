@@ -1,0 +1,90 @@
+"""Copies many pieces between two buffers at the speed of memory, and takes checksums on the way.
+
+Torch-free; owns no memory. Compiled (``native/copying.c``), large copies go past the cache, faster than
+memcpy, and a checksum costs little, because it is taken while the cache has the bytes. Where that cannot be
+compiled, numpy and xxhash do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shared.kernels.library import build, cache_dir
+
+log = logging.getLogger(__name__)
+
+Piece = tuple[int, int, int]
+
+#: Up to so many bytes xxh3_64 is another algorithm.
+_SHORT = 240
+
+
+@functools.cache
+def _native() -> ctypes.CDLL | None:
+    """The compiled kernel, built if need be; None where that is impossible."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    try:
+        if compiler is None:
+            raise FileNotFoundError("no C compiler")
+        library = ctypes.CDLL(str(build(compiler, cache_dir(), "copying")))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("memory is copied by numpy: %s", error)
+        return None
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    library.triptych_copy.argtypes = (address, address, address, count)
+    library.triptych_copy_sums.argtypes = (address, address, address, count, count, address)
+    library.triptych_copy.restype = library.triptych_copy_sums.restype = None
+    return library
+
+
+def prepare_copies() -> None:
+    """Build what the first copy would have to wait for."""
+    _native()
+
+
+def copy_pieces(target: NDArray[np.uint8], source: NDArray[np.uint8], pieces: Sequence[Piece]) -> None:
+    """For each (offset in ``source``, offset in ``target``, bytes): copy. Releases the interpreter lock. Both
+    are contiguous, and the pieces must lie inside either and not overlap: the caller has checked that."""
+    library = _native()
+    if library is None:
+        for remote, local, nbytes in pieces:
+            target[local : local + nbytes] = source[remote : remote + nbytes]
+        return
+    rows = np.array(pieces, np.int64).reshape(-1, 3)
+    library.triptych_copy(target.ctypes.data, source.ctypes.data, rows.ctypes.data, len(rows))
+
+
+def copy_and_sum(
+    target: NDArray[np.uint8], source: NDArray[np.uint8], pieces: Sequence[Piece], unit: int
+) -> list[int]:
+    """``copy_pieces``; returns the checksum (xxh3_64) of every ``unit`` bytes of each piece, in order, taken
+    from ``target``. Raises ValueError, before anything is copied, unless each piece is whole units."""
+    if unit <= 0 or any(nbytes % unit for _, _, nbytes in pieces):
+        raise ValueError(f"the pieces are not made of {unit} bytes")
+    library = _native()
+    if library is None or unit <= _SHORT:
+        copy_pieces(target, source, pieces)
+        return sums_of(memoryview(target), [(local, nbytes) for _, local, nbytes in pieces], unit)
+    rows = np.array(pieces, np.int64).reshape(-1, 3)
+    sums = np.empty(int(rows[:, 2].sum()) // unit, np.uint64)
+    library.triptych_copy_sums(
+        target.ctypes.data, source.ctypes.data, rows.ctypes.data, len(rows), unit, sums.ctypes.data
+    )
+    return sums.tolist()
+
+
+def sums_of(buffer: memoryview, pieces: Sequence[tuple[int, int]], unit: int) -> list[int]:
+    """The checksum (xxh3_64) of every ``unit`` bytes of each (offset, bytes) of ``buffer``, in order."""
+    digest = xxhash.xxh3_64_intdigest
+    return [
+        digest(buffer[at : at + unit]) for first, nbytes in pieces for at in range(first, first + nbytes, unit)
+    ]

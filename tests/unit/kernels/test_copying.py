@@ -1,0 +1,61 @@
+"""The copying kernel beside numpy: same bytes, nothing beside them, whatever the sizes and alignments."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.kernels import copying
+from shared.kernels.copying import copy_pieces
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With the compiled kernel, and without a compiler."""
+    copying._native.cache_clear()
+    if request.param == "numpy":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    elif copying._native() is None:
+        pytest.skip("no C compiler")
+    assert (copying._native() is None) is (request.param == "numpy")
+    yield
+    copying._native.cache_clear()
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_arrive_and_nothing_else_changes(way: None, large: bool, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 300_000 if large else 9_000, 40)
+    assert not large or sizes.sum() > 1 << 20
+    gaps = random.integers(0, 130, 40)
+    targets = np.cumsum(sizes + gaps) - sizes
+    source = random.integers(0, 256, 1 << 20, np.uint8)
+    starts = random.integers(0, source.size - sizes.max(), 40)
+    target = np.full(int((sizes + gaps).sum()) + 200, 9, np.uint8)
+    expected = target.copy()
+    pieces = list(zip(starts.tolist(), targets.tolist(), sizes.tolist(), strict=True))
+    for remote, local, nbytes in pieces:
+        expected[local : local + nbytes] = source[remote : remote + nbytes]
+    random.shuffle(pieces)
+    copy_pieces(target, source, pieces)
+    np.testing.assert_array_equal(target, expected)
+
+
+def test_no_pieces_is_no_copy(way: None) -> None:
+    target = np.zeros(8, np.uint8)
+    copy_pieces(target, np.ones(8, np.uint8), [])
+    assert not target.any()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+@pytest.mark.parametrize("flags", [["-march=native"], ["-Wno-psabi"]])
+def test_the_source_compiles_without_warnings(flags: list[str]) -> None:
+    source = Path(copying.__file__).with_name("native") / "copying.c"
+    command = ["gcc", "-std=gnu11", *flags, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
+    subprocess.run(command, check=True)

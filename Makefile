@@ -20,7 +20,7 @@ PROTOS := $(wildcard proto/triptych/v1/*.proto)
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help setup demo up down logs status chat doctor test check fmt format-check lint types arch \
-        proto parity chaos bench bench-transfer bench-store clean
+        proto parity chaos chaos-handoff chaos-handoff-long bench bench-transfer bench-store clean
 
 help: ## print this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +128,12 @@ parity: $(STAMP) ## tokens and logprobs against transformers, in every way a req
 
 chaos: $(STAMP) ## kill workers under load and compare every stream with its oracle
 	@$(PY) -m tests.chaos.run $(ARGS)
+
+chaos-handoff: $(STAMP) ## prove that no wrong byte is served: spoiled files and frames, kills, partitions (4 minutes)
+	@$(PY) -m tests.chaos.handoff $(ARGS)
+
+chaos-handoff-long: $(STAMP) ## the same with production leases and more of everything (40 minutes)
+	@$(PY) -m tests.chaos.handoff --long $(ARGS)
 
 bench: $(STAMP) ## measure speed and memory beside transformers; JSON under bench/results
 	@$(PY) -m tests.bench.run $(ARGS)

@@ -88,8 +88,9 @@ class StoreService:
     async def offer_embedding(
         self, identity: IdentityKey, key: EmbeddingKey, params: EcTransferParams
     ) -> bool:
-        extents = {region.name: region.extent_bytes for region in params.producer.regions}.get(REGION, (0,))
-        store = self._embeddings(identity, RowFormat(extents[0] // key.row_bytes, key.row_bytes, key.dtype))
+        extents = {region.name: region.extent_bytes for region in params.producer.regions}.get(REGION)
+        num_rows = extents[0] // key.row_bytes if extents else 0
+        store = self._embeddings(identity, RowFormat(num_rows, key.row_bytes, key.dtype))
         return store is not None and await _answer(lambda done: store.offer(key, params, done))
 
     async def lookup_embedding(

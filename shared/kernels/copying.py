@@ -73,7 +73,7 @@ def copy_and_sum(
     library = _native()
     if library is None or unit <= _SHORT:
         copy_pieces(target, source, pieces)
-        return sums_of(memoryview(target), [(local, nbytes) for _, local, nbytes in pieces], unit)
+        return sums_of(target.data, [(local, nbytes) for _, local, nbytes in pieces], unit)
     rows = np.array(pieces, np.int64).reshape(-1, 3)
     sums = np.empty(int(rows[:, 2].sum()) // unit, np.uint64)
     library.triptych_copy_sums(
@@ -86,5 +86,7 @@ def sums_of(buffer: memoryview, pieces: Sequence[tuple[int, int]], unit: int) ->
     """The checksum (xxh3_64) of every ``unit`` bytes of each (offset, bytes) of ``buffer``, in order."""
     digest = xxhash.xxh3_64_intdigest
     return [
-        digest(buffer[at : at + unit]) for first, nbytes in pieces for at in range(first, first + nbytes, unit)
+        digest(buffer[at : at + unit])
+        for first, nbytes in pieces
+        for at in range(first, first + nbytes, unit)
     ]

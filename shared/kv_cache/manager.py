@@ -24,6 +24,7 @@ from shared.kv_cache.sequence import SequenceState
 from shared.step import BlockCopy
 from shared.types.kv import KVCacheSpec
 from shared.types.request import MediaItem
+from shared.types.store import tenant_of
 from shared.types.transfer import BlockRef
 
 _NOTHING_IN_FLIGHT: Mapping[int, Sequence[int]] = {}
@@ -32,7 +33,8 @@ _NOTHING_IN_FLIGHT: Mapping[int, Sequence[int]] = {}
 class CommittedBlock(Struct, frozen=True):
     """A block that became final: where it is, what it holds, and how a copy is verified.
 
-    ``index`` is its place in the block table of ``group``; ``segment`` the hash of its segment's first block.
+    ``index`` is its place in the block table of ``group``; ``segment`` the hash of its segment's first block;
+    ``tenant`` whose it is (``tenant_of`` the salt).
     """
 
     group: int
@@ -44,6 +46,7 @@ class CommittedBlock(Struct, frozen=True):
     media: BlockMedia
     ref: BlockRef
     segment: bytes
+    tenant: str = ""
 
 
 class KVCacheManager:
@@ -102,6 +105,7 @@ class KVCacheManager:
             media_by_block(media, self._block_size),
             self._hasher.root(cache_salt, adapter),
             [[] for _ in self._pools],
+            tenant_of(cache_salt),
         )
         if self._prefix_caching:
             self._share_prefix(seq, max_cached_tokens // self._block_size)
@@ -272,11 +276,8 @@ class KVCacheManager:
                 stored = pool.publish(block_id, *own.fields)
                 key = stored if group == 0 else key
             ref = self._ref(pool, block_id)
-            committed.append(
-                CommittedBlock(
-                    group, index, block_id, own.block_hash, own.parent, own.token_ids, own.media, ref, segment
-                )
-            )
+            fields = own.fields[:4]
+            committed.append(CommittedBlock(group, index, block_id, *fields, ref, segment, seq.tenant))
         seq.keys.append(key)
 
     def committed(self, key: str, group: int, first: int, count: int) -> list[BlockRef]:

@@ -20,7 +20,7 @@ class SequenceState:
 
     ``num_summed``: blocks from the front that have checksums in every group. ``tail_sealed``: number of
     tokens at which the partly filled tail was sealed last. ``write_start``: first position that the
-    latest step may write. A ``tainted`` sequence commits nothing any more.
+    latest step may write. A ``tainted`` sequence commits nothing any more. ``tenant``: whose it is.
     """
 
     __slots__ = (
@@ -32,16 +32,23 @@ class SequenceState:
         "tables",
         "tail_sealed",
         "tainted",
+        "tenant",
         "token_ids",
         "write_start",
     )
 
     def __init__(
-        self, token_ids: Sequence[int], media: dict[int, BlockMedia], root: bytes, tables: list[list[int]]
+        self,
+        token_ids: Sequence[int],
+        media: dict[int, BlockMedia],
+        root: bytes,
+        tables: list[list[int]],
+        tenant: str = "",
     ) -> None:
         self.token_ids = list(token_ids)
         self.media = media
         self.root = root
+        self.tenant = tenant
         self.tables = tables
         self.keys: list[BlockKey] = []
         self.num_sealed = 0
@@ -52,7 +59,8 @@ class SequenceState:
 
     def fork(self) -> SequenceState:
         """An independent twin over the same blocks."""
-        twin = SequenceState(self.token_ids, self.media, self.root, [list(table) for table in self.tables])
+        tables = [list(table) for table in self.tables]
+        twin = SequenceState(self.token_ids, self.media, self.root, tables, self.tenant)
         twin.keys = list(self.keys)
         twin.num_sealed = self.num_sealed
         twin.num_summed = self.num_summed

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from msgspec import structs
 
 from shared.clock import Clock, Entropy
-from shared.kernels.checksum import packed_checksum
 from shared.kv_cache.leases import LeaseTable
 from shared.telemetry import metrics
 from shared.tiering.demotion import Candidate
@@ -25,7 +24,6 @@ from shared.tiering.offload import StoreItem
 from shared.tiering.promotion import Load
 from shared.tiering.pulls import Pulls
 from shared.tiering.record import (
-    CorruptRecord,
     EmbeddingRecord,
     Record,
     decode_header,
@@ -291,12 +289,10 @@ class EmbeddingStore:
         def check(header: bytes) -> None:
             record = decode_header(header)
             verify(record, payload, rows.content, self._identity, None)
-            at, parts = 0, self._parts(rows)
-            for part in parts:
+            at = 0
+            for part in self._parts(rows):
                 part[:] = payload[at : at + part.nbytes]
                 at += part.nbytes
-            if packed_checksum(parts) != record.checksums[0]:
-                raise CorruptRecord("payload")
             rows.checksum = record.checksums[0]
 
         def landed(good: bool) -> None:

@@ -56,7 +56,7 @@ class KvStoreClient:
         if self.paused or not blocks:
             return 0
         offered = [
-            OfferedBlock(BlockKey(b.group, b.block_hash, b.parent, b.token_ids, b.media), b.ref)
+            OfferedBlock(BlockKey(b.group, b.block_hash, b.parent, b.token_ids, b.media), b.ref, b.tenant)
             for b in blocks[:MAX_OFFERED]
         ]
         return await self._call("offer", self._stub.offer(self._identity, producer, offered), 0)

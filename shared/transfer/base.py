@@ -38,6 +38,16 @@ class Pieces(NamedTuple):
     num_pieces: int
 
 
+class Sums:
+    """A wish for checksums (xxh3_64) of what a read brings: of every ``unit`` bytes of each op, in order;
+    the ops are whole units. A backend may take them as the bytes land, while the cache has them, always from
+    the destination; once the read is DONE they are in ``values``. None: it took none."""
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+        self.values: list[int] | None = None
+
+
 class TransferBackend(ABC):
     """One way of moving bytes. ``Peer`` and ``Handle`` are opaque to callers."""
 
@@ -58,7 +68,14 @@ class TransferBackend(ABC):
         Raises PeerLost when it cannot; TransferError on malformed metadata."""
 
     @abstractmethod
-    def read(self, peer: Any, remote_region: str, local_region: str, ops: Sequence[ReadOp]) -> Any:
+    def read(
+        self,
+        peer: Any,
+        remote_region: str,
+        local_region: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> Any:
         """Start copying. Ops inside one read have no order. Raises PeerLost or TransferError
         (for offsets outside either region) without having touched the destination."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from shared.errors import PeerLost
-from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
 
 
 class FaultKind(Enum):
@@ -116,7 +116,15 @@ class FaultyBackend(TransferBackend):
     def connect(self, peer_name: str, metadata: bytes) -> Any:
         return self.inner.connect(peer_name, metadata)
 
-    def read(self, peer: Any, remote_region: str, local_region: str, ops: Sequence[ReadOp]) -> _Handle:
+    def read(
+        self,
+        peer: Any,
+        remote_region: str,
+        local_region: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> _Handle:
+        # Checksums are not passed on: what this damages, it damages after the inner backend is done.
         number = self._num_reads
         fault = self._schedule.get(number)
         self._num_reads += 1

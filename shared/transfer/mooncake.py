@@ -34,7 +34,7 @@ from shared.clock import Entropy, SystemEntropy
 from shared.errors import ConfigError, PeerLost, TransferError
 from shared.telemetry.logs import get_logger
 from shared.transfer.arena import HEADER_BYTES
-from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
 from shared.transfer.regions import (
     MAX_NOTIFY_BYTES,
     Region,
@@ -307,7 +307,14 @@ class MooncakeBackend(TransferBackend):
             raise PeerLost(f"{peer_name} cannot be read")
         return peer
 
-    def read(self, peer: _Peer, remote_region: str, local_region_: str, ops: Sequence[ReadOp]) -> _Handle:
+    def read(
+        self,
+        peer: _Peer,
+        remote_region: str,
+        local_region_: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> _Handle:
         if not peer.open:
             raise PeerLost("the peer is disconnected")
         source = peer.regions.get(remote_region)

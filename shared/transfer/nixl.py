@@ -14,20 +14,28 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import numpy as np
-from msgspec import Struct
 from msgspec.msgpack import encode
-from numpy.typing import NDArray
 
 from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, PeerLost, TransferError
+from shared.kernels.copying import sums_of
 from shared.telemetry.logs import get_logger
 from shared.transfer.arena import HEADER_BYTES
-from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
+from shared.transfer.nixl_descriptors import (
+    Metadata,
+    NixlRegion,
+    Run,
+    all_descriptors,
+    check_region,
+    descriptors,
+    indices_of,
+    runs_of,
+)
 from shared.transfer.regions import (
     Region,
     check_ops,
@@ -42,12 +50,12 @@ _log = get_logger(__name__)
 _FLAVOURS = ("nixl_cu12", "nixl_cu13")
 _DRAM = "DRAM"
 _OWN = "NIXL_INIT_AGENT"
-_MAX_ADDRESS = 1 << 62
-#: Blocks that a peer may claim to have; their descriptors take memory here.
-_MAX_PIECES = 1 << 22
 #: How long a connection may take to be proved, and a cancelled read to end.
 _PROBE_S = 1.0
 _DRAIN_S = 1.0
+
+#: Makes a transfer, not begun, of some ops.
+_Make = Callable[[Sequence[ReadOp]], Any]
 
 
 def _load() -> ModuleType:
@@ -69,23 +77,10 @@ def _load() -> ModuleType:
     raise ConfigError(f"the nixl transfer needs one of: {', '.join(_FLAVOURS)}")
 
 
-class _NixlRegion(Struct, frozen=True):
-    name: str
-    address: int
-    nbytes: int
-    pieces: tuple[Pieces, ...] = ()
-
-
-class _Metadata(Struct, frozen=True):
-    agent: str
-    blob: bytes
-    regions: tuple[_NixlRegion, ...]
-
-
 class _Peer:
     """A known remote agent, its prepared descriptors, and its reads that are not terminal yet."""
 
-    def __init__(self, described: _Metadata) -> None:
+    def __init__(self, described: Metadata) -> None:
         self.agent = described.agent
         self.regions = {r.name: r for r in described.regions}
         self.lists: dict[tuple[str, int], Any] = {}
@@ -94,56 +89,15 @@ class _Peer:
 
 
 class _Handle:
-    """One read. Without a ``transfer`` there is nothing to do."""
+    """One read; ``active`` are its transfers that are under way."""
 
-    def __init__(self, peer: _Peer, transfer: Any) -> None:
+    def __init__(self, peer: _Peer, target: Region, sums: Sums | None) -> None:
         self.peer = peer
-        self.transfer = transfer
-        self.state = ReadState.PENDING if transfer else ReadState.DONE
-
-
-def _check_region(region: _NixlRegion) -> None:
-    """Raises TransferError unless the region is one of memory, and its pieces lie inside."""
-    if not (region.nbytes >= HEADER_BYTES and 0 <= region.address <= _MAX_ADDRESS - region.nbytes):
-        raise TransferError("malformed transfer metadata")
-    for offset, nbytes, num_pieces in region.pieces:
-        inside = (
-            min(offset, nbytes - 1, num_pieces - 1) >= 0 and offset + nbytes * num_pieces <= region.nbytes
-        )
-        if not inside or num_pieces > _MAX_PIECES:
-            raise TransferError("malformed transfer metadata")
-
-
-class _Indices(NamedTuple):
-    """Some pieces of a region: which of its kinds, and which ones of that."""
-
-    kind: int
-    which: NDArray[np.int32]
-
-
-def _indices(all_pieces: Sequence[Pieces], offsets: Sequence[int], nbytes: int) -> _Indices | None:
-    """The pieces that have these offsets and sizes; None unless all of them are of one kind."""
-    for kind, (first, size, num_pieces) in enumerate(all_pieces):
-        end = first + size * num_pieces
-        if size == nbytes and all([first <= at < end and not (at - first) % size for at in offsets]):
-            return _Indices(kind, np.array([(at - first) // size for at in offsets], np.int32))
-    return None
-
-
-def _all_descriptors(address: int, pieces: Pieces) -> np.ndarray[Any, Any]:
-    """Of every piece of a kind, in order."""
-    rows = np.zeros((pieces.num_pieces, 3), np.uint64)
-    first = np.uint64(address + pieces.offset)
-    rows[:, 0] = first + np.uint64(pieces.nbytes) * np.arange(pieces.num_pieces, dtype=np.uint64)
-    rows[:, 1] = pieces.nbytes
-    return rows
-
-
-def _descriptors(address: int, offsets_and_sizes: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
-    rows = np.zeros((len(offsets_and_sizes), 3), np.uint64)
-    rows[:, :2] = offsets_and_sizes
-    rows[:, 0] += np.uint64(address)
-    return rows
+        self.target = target
+        self.sums = sums
+        self.active: list[tuple[Any, Run]] = []
+        self.failed = False
+        self.state = ReadState.PENDING
 
 
 class NixlBackend(TransferBackend):
@@ -183,17 +137,17 @@ class NixlBackend(TransferBackend):
 
     def describe(self) -> bytes:
         regions = tuple(
-            _NixlRegion(r.name, r.bytes_np.ctypes.data, r.nbytes, self._pieces[r.name])
+            NixlRegion(r.name, r.bytes_np.ctypes.data, r.nbytes, self._pieces[r.name])
             for r in self._regions.values()
         )
-        return encode(_Metadata(self._name, self._agent.get_agent_metadata(), regions))
+        return encode(Metadata(self._name, self._agent.get_agent_metadata(), regions))
 
     def connect(self, peer_name: str, metadata: bytes) -> _Peer:
-        described = parse_metadata(metadata, _Metadata)
+        described = parse_metadata(metadata, Metadata)
         if not described.regions:
             raise TransferError("malformed transfer metadata")
         for region in described.regions:
-            _check_region(region)
+            check_region(region)
         try:
             added = self._agent.add_remote_agent(described.blob)
         except self._errors as error:
@@ -203,7 +157,7 @@ class NixlBackend(TransferBackend):
         if added not in (described.agent, described.agent.encode()):
             self.disconnect(peer)
             raise TransferError("malformed transfer metadata")
-        handle = self._start(peer, described.regions[0], self._probe, [ReadOp(0, 0, HEADER_BYTES)])
+        handle = self._start(peer, described.regions[0], self._probe, [ReadOp(0, 0, HEADER_BYTES)], None)
         deadline = self._clock.now() + _PROBE_S
         while self.poll(handle) is ReadState.PENDING and self._clock.now() < deadline:
             time.sleep(0.0002)
@@ -212,7 +166,14 @@ class NixlBackend(TransferBackend):
             raise PeerLost(f"{peer_name} cannot be read")
         return peer
 
-    def read(self, peer: _Peer, remote_region: str, local_region_: str, ops: Sequence[ReadOp]) -> _Handle:
+    def read(
+        self,
+        peer: _Peer,
+        remote_region: str,
+        local_region_: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> _Handle:
         if not peer.open:
             raise PeerLost("the peer is disconnected")
         source = peer.regions.get(remote_region)
@@ -220,78 +181,118 @@ class NixlBackend(TransferBackend):
             raise TransferError(f"the peer has no region {remote_region!r}")
         target = local_region(self._regions, local_region_)
         check_ops(ops, source.nbytes, target.nbytes)
-        return self._start(peer, source, target, ops) if ops else _Handle(peer, None)
+        return self._start(peer, source, target, ops, sums)
 
-    def _start(self, peer: _Peer, source: _NixlRegion, target: Region, ops: Sequence[ReadOp]) -> _Handle:
+    def _start(
+        self, peer: _Peer, source: NixlRegion, target: Region, ops: Sequence[ReadOp], sums: Sums | None
+    ) -> _Handle:
+        """Where the library copies at once, a run has landed before the next begins, and the cache still has
+        it for its checksums; else all are under way together."""
+        handle = _Handle(peer, target, sums)
+        runs = runs_of(ops, sums)
         try:
-            transfer = self._by_indices(peer, source, target, ops) or self._by_descriptors(
-                peer, source, target, coalesce(ops)
-            )
+            make = self._by_indices(peer, source, target, ops) or self._by_descriptors(peer, source, target)
+            for run in runs:
+                if handle.failed:
+                    break
+                transfer = make(run.ops)
+                handle.active.append((transfer, run))
+                peer.handles.add(handle)
+                self._advance(handle, transfer, run, self._outcome_of(self._agent.transfer, transfer))
         except self._errors as error:
-            raise PeerLost("the peer cannot be read") from error
-        handle = _Handle(peer, transfer)
-        peer.handles.add(handle)
-        try:
-            self._advance(handle, self._agent.transfer(transfer))
-        except self._errors:  # a read that failed to start is a failed read
-            self._advance(handle, "ERR")
+            if not handle.active:
+                peer.handles.discard(handle)
+                raise PeerLost("the peer cannot be read") from error
+            handle.failed = True
+        self._settle(handle)
         return handle
 
-    def _by_descriptors(self, peer: _Peer, source: _NixlRegion, target: Region, ops: Sequence[ReadOp]) -> Any:
-        agent = self._agent
-        local = _descriptors(target.bytes_np.ctypes.data, [(op.local_offset, op.nbytes) for op in ops])
-        remote = _descriptors(source.address, [(op.remote_offset, op.nbytes) for op in ops])
-        return agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(local, _DRAM), agent.get_xfer_descs(remote, _DRAM), peer.agent
-        )
+    def _outcome_of(self, call: Callable[[Any], str], transfer: Any) -> str:
+        try:
+            return call(transfer)
+        except self._errors:  # whatever the library says, the transfer has failed
+            return "ERR"
+
+    def _by_descriptors(self, peer: _Peer, source: NixlRegion, target: Region) -> _Make:
+        """What makes transfers of any ops."""
+        agent, first = self._agent, int(target.bytes_np.ctypes.data)
+
+        def make(ops: Sequence[ReadOp]) -> Any:
+            ops = coalesce(ops)
+            local = descriptors(first, [(op.local_offset, op.nbytes) for op in ops])
+            remote = descriptors(source.address, [(op.remote_offset, op.nbytes) for op in ops])
+            return agent.initialize_xfer(
+                "READ", agent.get_xfer_descs(local, _DRAM), agent.get_xfer_descs(remote, _DRAM), peer.agent
+            )
+
+        return make
 
     def _by_indices(
-        self, peer: _Peer, source: _NixlRegion, target: Region, ops: Sequence[ReadOp]
-    ) -> Any | None:
-        """None when these are not whole pieces of one kind on either side."""
-        remotes, locals_, sizes = zip(*ops, strict=True)
-        if len(set(sizes)) > 1:
-            return None
+        self, peer: _Peer, source: NixlRegion, target: Region, ops: Sequence[ReadOp]
+    ) -> _Make | None:
+        """What makes transfers of parts of ``ops``, in order; None when these are not whole pieces of one
+        kind on either side."""
+        remotes, locals_, sizes = zip(*ops, strict=True) if ops else ((), (), (0,))
         our_pieces = self._pieces.get(target.name, ())
-        theirs = _indices(source.pieces, remotes, sizes[0])
-        ours = _indices(our_pieces, locals_, sizes[0])
-        if theirs is None or ours is None:
+        theirs = indices_of(source.pieces, remotes, sizes[0])
+        ours = indices_of(our_pieces, locals_, sizes[0])
+        if theirs is None or ours is None or len(set(sizes)) > 1:
             return None
         local, remote = (target.name, ours.kind), (source.name, theirs.kind)
         if local not in self._lists:
-            rows = _all_descriptors(target.bytes_np.ctypes.data, our_pieces[ours.kind])
+            rows = all_descriptors(target.bytes_np.ctypes.data, our_pieces[ours.kind])
             self._lists[local] = self._agent.prep_xfer_dlist(_OWN, rows, _DRAM)
         if remote not in peer.lists:
-            rows = _all_descriptors(source.address, source.pieces[theirs.kind])
+            rows = all_descriptors(source.address, source.pieces[theirs.kind])
             peer.lists[remote] = self._agent.prep_xfer_dlist(peer.agent, rows, _DRAM)
-        return self._agent.make_prepped_xfer(
-            "READ", self._lists[local], ours.which, peer.lists[remote], theirs.which
-        )
+        agent, our_list, their_list = self._agent, self._lists[local], peer.lists[remote]
+        begun = 0
+
+        def make(part: Sequence[ReadOp]) -> Any:
+            nonlocal begun
+            taken = slice(begun, begun + len(part))
+            begun = taken.stop
+            return agent.make_prepped_xfer(
+                "READ", our_list, ours.which[taken], their_list, theirs.which[taken]
+            )
+
+        return make
 
     def _release_lists(self, lists: dict[tuple[str, int], Any], *names: str) -> None:
         """Forget the prepared descriptors of these regions."""
         for key in [key for key in lists if key[0] in names]:
             self._agent.release_dlist_handle(lists.pop(key))
 
-    def _advance(self, handle: _Handle, state: str) -> None:
-        if state == "PROC":
+    def _advance(self, handle: _Handle, transfer: Any, run: Run, outcome: str) -> None:
+        if outcome == "PROC":
             return
-        handle.state = ReadState.DONE if state == "DONE" else ReadState.FAILED
-        handle.peer.handles.discard(handle)
-        self._free(handle)
+        handle.active.remove((transfer, run))
+        self._free(transfer)
+        sums = handle.sums
+        if outcome != "DONE":
+            handle.failed = True
+        elif sums is not None and sums.values is not None:
+            pieces = [(op.local_offset, op.nbytes) for op in run.ops]
+            found = sums_of(handle.target.buffer, pieces, sums.unit)
+            sums.values[run.first : run.first + len(found)] = found
 
-    def _free(self, handle: _Handle) -> None:
+    def _settle(self, handle: _Handle) -> None:
+        """A read ends when none of it is under way any more."""
+        if not handle.active:
+            handle.state = ReadState.FAILED if handle.failed else ReadState.DONE
+            handle.peer.handles.discard(handle)
+
+    def _free(self, transfer: Any) -> None:
         try:
-            self._agent.release_xfer_handle(handle.transfer)
+            self._agent.release_xfer_handle(transfer)
         except self._errors:  # a transfer that cannot be cancelled; its memory stays with the library
             _log.warning("nixl keeps a transfer that it could not cancel")
 
     def poll(self, handle: _Handle) -> ReadState:
         if handle.state is ReadState.PENDING and handle.peer.open:
-            try:
-                self._advance(handle, self._agent.check_xfer_state(handle.transfer))
-            except self._errors:  # any error of the library is a failed read
-                self._advance(handle, "ERR")
+            for transfer, run in tuple(handle.active):
+                self._advance(handle, transfer, run, self._outcome_of(self._agent.check_xfer_state, transfer))
+            self._settle(handle)
         return handle.state
 
     def release(self, handle: _Handle) -> bool:
@@ -332,7 +333,8 @@ class NixlBackend(TransferBackend):
         peer.open = False
         for handle in peer.handles:
             handle.state = ReadState.FAILED
-            self._free(handle)
+            for transfer, _ in handle.active:
+                self._free(transfer)
         peer.handles.clear()
         self._release_lists(peer.lists, *peer.regions)
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from shared.clock import Entropy, SystemEntropy
 from shared.errors import PeerLost, TransferError
-from shared.kernels.copying import copy_pieces, prepare_copies
+from shared.kernels.copying import copy_and_sum, copy_pieces, prepare_copies
 from shared.transfer.arena import HEADER_BYTES, SEALS, parse_header
-from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
 from shared.transfer.regions import (
     MAX_NOTIFY_BYTES,
     Region,
@@ -147,7 +147,14 @@ class ShmBackend(TransferBackend):
         self._peers.add(peer)
         return peer
 
-    def read(self, peer: _Peer, remote_region: str, local_region_: str, ops: Sequence[ReadOp]) -> ReadState:
+    def read(
+        self,
+        peer: _Peer,
+        remote_region: str,
+        local_region_: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> ReadState:
         source = peer.regions.get(remote_region)
         if not peer.alive():
             raise PeerLost("the peer is gone")
@@ -155,7 +162,10 @@ class ShmBackend(TransferBackend):
             raise TransferError(f"the peer has no region {remote_region!r}")
         target = local_region(self._regions, local_region_).bytes_np
         check_ops(ops, source.size, target.size)
-        copy_pieces(target, source, coalesce(ops))
+        if sums is None:
+            copy_pieces(target, source, coalesce(ops))
+        else:
+            sums.values = copy_and_sum(target, source, ops, sums.unit)
         return ReadState.DONE if peer.alive() else ReadState.FAILED
 
     def poll(self, handle: ReadState) -> ReadState:

@@ -20,7 +20,7 @@ from msgspec.msgpack import encode
 
 from shared.clock import Entropy, SystemEntropy
 from shared.errors import PeerLost, TransferError
-from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
 from shared.transfer.regions import (
     Region,
     check_ops,
@@ -221,7 +221,14 @@ class TcpBackend(TransferBackend):
         self._peers.add(peer)
         return peer
 
-    def read(self, peer: _Peer, remote_region: str, local_region_: str, ops: Sequence[ReadOp]) -> _Handle:
+    def read(
+        self,
+        peer: _Peer,
+        remote_region: str,
+        local_region_: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> _Handle:
         if not peer.open:
             raise PeerLost("the connection to the peer is closed")
         if remote_region not in peer.index:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from shared.errors import PeerLost, TransferError
+from shared.kernels.checksum import head_checksums
 from shared.transfer.arena import Arena
-from shared.transfer.base import ReadOp, ReadState, TransferBackend
+from shared.transfer.base import ReadOp, ReadState, Sums, TransferBackend
 from shared.types.transfer import AgentInfo
 from tests.contract.transfer.harness import MakePeer, Peer
-from tests.contract.transfer.peer import EXTENT_BYTES, NUM_BLOCKS, content, make_backend
+from tests.contract.transfer.peer import EXTENT_BYTES, HEADS, NUM_BLOCKS, content, make_backend
 
 
 class Local:
@@ -98,6 +99,22 @@ def test_an_op_outside_a_region_is_refused_before_anything_moves(
     with pytest.raises(TransferError):
         local.backend.read(connected, "kv", "kv", [data_op(peer.info, 0, 0, 0), op])
     assert bytes(local.arena.buffer) == before
+
+
+def test_checksums_that_a_backend_takes_are_of_what_has_arrived(
+    local: Local, peer: Peer, backend: str
+) -> None:
+    """In many runs, where it makes any; a bit that turned over behind its checksum's back shows."""
+    refs = [peer.commit(1, block, 70 + block) for block in (4, 1, 6)]
+    peer.call("flip", 1, 1, 99)
+    ops = [data_op(peer.info, 1, ref.block_id, at) for at, ref in enumerate(refs)]
+    sums = Sums(EXTENT_BYTES[1] // HEADS)
+    handle = local.backend.read(local.connect(peer.info), "kv", "kv", ops, sums)
+    assert local.wait(handle) is ReadState.DONE
+    here = [head_checksums(local.arena.block(1, at), HEADS) for at in range(len(refs))]
+    assert [a == ref.checksums for a, ref in zip(here, refs, strict=True)] == [True, False, True]
+    assert (sums.values is None) is (backend in ("tcp", "mooncake"))
+    assert sums.values is None or sums.values == [value for block in here for value in block]
 
 
 def test_a_read_of_nothing_is_done(local: Local, peer: Peer) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from shared.kernels import copying
-from shared.kernels.copying import copy_pieces
+from shared.kernels.copying import copy_and_sum, copy_pieces, sums_of
 
 
 @pytest.fixture(params=["compiled", "numpy"])
@@ -45,6 +46,29 @@ def test_pieces_arrive_and_nothing_else_changes(way: None, large: bool, seed: in
     random.shuffle(pieces)
     copy_pieces(target, source, pieces)
     np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("unit", [1, 64, 240, 241, 256, 1023, 1024, 1025, 1088, 2048, 5000, 65_536])
+def test_checksums_are_those_of_the_reference(way: None, unit: int) -> None:
+    """Every unit of every piece, in order, whatever the alignment of either side."""
+    random = np.random.default_rng(unit)
+    source = random.integers(0, 256, 8 * unit + 99, np.uint8)
+    target = np.zeros(8 * unit + 99, np.uint8)
+    pieces = [(17, 3 * unit + 5, 2 * unit), (2 * unit + 40, 0, 3 * unit), (3, 5 * unit + 77, unit)]
+    sums = copy_and_sum(target, source, pieces, unit)
+    places = [(local + at, unit) for _, local, nbytes in pieces for at in range(0, nbytes, unit)]
+    assert sums == [xxhash.xxh3_64_intdigest(target[at : at + n].tobytes()) for at, n in places]
+    assert sums == sums_of(target.data, [(local, nbytes) for _, local, nbytes in pieces], unit)
+    for remote, local, nbytes in pieces:
+        np.testing.assert_array_equal(target[local : local + nbytes], source[remote : remote + nbytes])
+
+
+@pytest.mark.parametrize("unit", [0, -1, 3])
+def test_pieces_that_are_not_whole_units_are_refused(way: None, unit: int) -> None:
+    target = np.zeros(8, np.uint8)
+    with pytest.raises(ValueError, match="not made of"):
+        copy_and_sum(target, np.ones(8, np.uint8), [(0, 0, 8)], unit)
+    assert not target.any()
 
 
 def test_no_pieces_is_no_copy(way: None) -> None:

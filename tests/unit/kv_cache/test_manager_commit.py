@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.kv_cache.block_pool import CacheObserver
+from shared.types.store import tenant_of
 from tests.unit.kv_cache.kv_builders import begin, make_hasher, make_manager, run
 
 PROMPT = list(range(100, 110))  # two full blocks of 4, and a tail of 2
@@ -46,6 +47,20 @@ def test_commit_publishes_what_is_full_computed_and_known() -> None:
     assert (second.parent, second.token_ids) == (first.block_hash, (104, 105, 7, 8))
     assert second.ref.checksums == (3, 4), "checksums that came before the tokens are kept"
     assert manager.commit("a", 8, {}) == []
+
+
+def test_what_is_committed_says_whose_it_is() -> None:
+    manager = make_manager()
+    for key, salt in (("a", ""), ("b", "mine"), ("c", "mine"), ("d", "other")):
+        manager.open(key, PROMPT, (), salt, "", 0)
+        manager.reserve(key, 10, writable_from=0)
+    tenants = [{c.tenant for c in manager.commit(key, 10, {})} for key in "abcd"]
+    assert tenants == [{""}, {tenant_of("mine")}, {tenant_of("mine")}, {tenant_of("other")}]
+    manager.fork("b", "twin")
+    manager.append("twin", [1, 2])
+    manager.reserve("twin", 12, writable_from=10)
+    assert [c.tenant for c in manager.commit("twin", 12, {})] == [tenant_of("mine")]
+    assert len(set(map(tenant_of, ("", "mine", "other")))) == 3 and "mine" not in tenant_of("mine")
 
 
 def test_the_sealed_tail_can_be_handed_off_but_is_never_found() -> None:

@@ -119,6 +119,9 @@ async def test_a_store_that_was_started_anew_serves_what_the_directory_holds(
         stranger = msgspec.structs.replace(identity, revision="other")
         store = KvStoreStub(process.info.address)
         assert (await store.lookup(stranger, LAYOUT, KEYS)).num_blocks == 0
+        # Who could be served, but has nothing here, does not decide it.
+        other = msgspec.structs.replace(identity, numerics="other")
+        assert (await store.lookup(other, LAYOUT, [key(9, 0), key(9, 1)])).num_blocks == 0
         await store.close()
         assert (await look_up(process, identity, reader)).num_blocks == 3
         assert disk_hits(await process.metrics()) == 6

@@ -15,7 +15,7 @@ from shared.telemetry import metrics
 from shared.tiering.embeddings import MISS, EmbeddingStore, RowFormat
 from shared.tiering.kv_store import Limits
 from shared.tiering.pulls import Pulls
-from shared.tiering.record import Record, decode_header, embedding_key
+from shared.tiering.record import Record, decode_header, embedding_key, encode_header
 from shared.transfer.arena import Arena, plan_region
 from shared.transfer.handoff import Pull, PullOutcome
 from shared.types.identity import IdentityKey
@@ -265,6 +265,16 @@ def test_a_damaged_record_is_a_counted_miss(bench: Bench, where: str) -> None:
     before = failures()
     assert not bench.found(key(1))
     assert failures() == before + 1 and not bench.disk.records
+
+
+def test_another_models_record_is_a_miss(bench: Bench) -> None:
+    bench.fill(key(1))
+    assert bench.found(key(1))
+    ((name, (header, payload)),) = bench.disk.records.items()
+    foreign = msgspec.structs.replace(decode_header(header), identity=IdentityKey("o", "r", "t", "float32"))
+    bench.disk.records[name] = encode_header(foreign), payload
+    bench.store = bench.open()
+    assert not bench.found(key(1)) and not bench.disk.records
 
 
 def test_look_ups_share_a_load_and_do_not_wait_beyond_the_deadline(bench: Bench) -> None:

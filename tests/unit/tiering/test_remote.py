@@ -104,10 +104,10 @@ async def test_a_hit_that_is_not_whole_is_a_miss(
 
 async def test_committed_blocks_are_offered_as_they_are(client: KvStoreClient, script: Script) -> None:
     ref = BlockRef(5, 7, (1, 2))
-    block = CommittedBlock(1, 0, 5, b"h" * 32, b"p" * 32, (1, 2), (("p", 0),), ref, b"h" * 32)
+    block = CommittedBlock(1, 0, 5, b"h" * 32, b"p" * 32, (1, 2), (("p", 0),), ref, b"h" * 32, "tenant")
     assert await client.offer(AGENT, [block]) == 1
     key = BlockKey(1, b"h" * 32, b"p" * 32, (1, 2), (("p", 0),))
-    assert script.calls == [(IDENTITY, AGENT, (OfferedBlock(key, ref),))]
+    assert script.calls == [(IDENTITY, AGENT, (OfferedBlock(key, ref, "tenant"),))]
 
 
 async def test_nothing_to_say_makes_no_call(client: KvStoreClient, script: Script) -> None:

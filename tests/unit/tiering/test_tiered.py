@@ -5,114 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from shared.clock import CountingEntropy, ManualClock
 from shared.kernels.checksum import head_checksums
 from shared.telemetry import metrics
-from shared.tiering.base import Filled
-from shared.tiering.cpu import CpuTier
-from shared.tiering.leases import Pinned, PrefixLeases
-from shared.tiering.record import KvRecord, Record, encode_header, record_key
-from shared.tiering.tiered import KvTiers
-from shared.transfer.arena import Arena
-from shared.types.identity import IdentityKey, LayoutSpec
-from shared.types.kv import KVGroupSpec
-from shared.types.store import BlockKey
-from tests.fakes.tiers import DictTier, below
-
-IDENTITY = IdentityKey("m", "r", "t", "uint64")
-GROUPS = (KVGroupSpec(1, 2, 1, "uint64"), KVGroupSpec(2, 1, 1, "uint64"))
-LAYOUT = LayoutSpec(GROUPS, 2)
-NUM_BLOCKS = 6
-
-
-def key(n: int, group: int = 0, tokens: tuple[int, ...] = ()) -> BlockKey:
-    return BlockKey(group, b"hash%d" % n, b"hash%d" % (n - 1), tokens or (n, n))
-
-
-def content(group: int, n: int) -> bytes:
-    extent = GROUPS[group].extent_bytes(LAYOUT.block_size)
-    return bytes((n + 7 * group + i) % 251 for i in range(extent))
-
-
-class Bench:
-    """Two groups in memory over one tier in a dict."""
-
-    def __init__(self, max_loads: int = 100, max_stores: int = 100) -> None:
-        self.clock = ManualClock(100.0)
-        self.disk = DictTier()
-        self.lower, self.reactor = below(self.clock, self.disk, max_loads=max_loads, max_stores=max_stores)
-        extents = tuple(g.extent_bytes(LAYOUT.block_size) for g in GROUPS)
-        self.arena = Arena.create("kv", (NUM_BLOCKS,) * 2, extents, "a" * 32)
-        self.cpu = [CpuTier(self.arena, group, self.clock) for group in (0, 1)]
-        self.leases = PrefixLeases(self.cpu, self.clock, CountingEntropy(), 10)
-        self.tiers = KvTiers(IDENTITY, LAYOUT, self.arena, self.cpu, self.lower, self.leases)
-        self.lower.chain.on_news = self.tiers.news
-        self.answers: list[tuple[str, Pinned]] = []
-
-    def fill(self, numbers: range) -> None:
-        """As blocks of an offer arrive."""
-        for group, tier in enumerate(self.cpu):
-            filled = []
-            for n, block_id in zip(numbers, tier.reserve(len(numbers)), strict=True):
-                self.arena.block(group, block_id)[:] = content(group, n)
-                sums = head_checksums(self.arena.block(group, block_id), GROUPS[group].num_kv_heads)
-                filled.append(Filled(block_id, key(n, group), sums))
-            self.tiers.commit(group, filled)
-
-    def put(self, numbers: range, groups: tuple[int, ...] = (0, 1)) -> None:
-        """Straight into the lower tier."""
-        for group in groups:
-            for n in numbers:
-                payload = memoryview(bytearray(content(group, n)))
-                sums = head_checksums(payload, GROUPS[group].num_kv_heads)
-                record = Record(IDENTITY, LAYOUT, KvRecord.of(key(n, group)), sums, payload.nbytes)
-                self.disk.records[record.key] = (encode_header(record), bytes(payload))
-
-    def record(self, n: int, group: int = 0) -> bytes:
-        return record_key("kv", LAYOUT, group, key(n).block_hash)
-
-    def ask(self, numbers: range) -> None:
-        keys = [key(n, group) for group in (0, 1) for n in numbers]
-        self.tiers.lookup(keys, lambda lease_id, pinned: self.answers.append((lease_id, pinned)))
-
-    def lookup(self, numbers: range) -> int:
-        """Blocks found; their bytes are right, and the lease is given back."""
-        self.ask(numbers)
-        self.reactor.run()
-        return self.take(numbers)
-
-    def take(self, numbers: range) -> int:
-        (answer,) = self.answers
-        self.answers.clear()
-        lease_id, pinned = answer
-        for group, ids in enumerate(pinned):
-            for n, block_id in zip(numbers, ids, strict=False):
-                assert bytes(self.arena.block(group, block_id)) == content(group, n)
-                assert self.cpu[group].ref(block_id).checksums == head_checksums(
-                    self.arena.block(group, block_id), GROUPS[group].num_kv_heads
-                )
-        assert bool(lease_id) == bool(pinned[0]) and len(pinned[0]) == len(pinned[1])
-        self.leases.release([lease_id])
-        return len(pinned[0])
-
-    def crowd(self) -> list[int]:
-        """Blocks of each group that could be taken; everything that can go is gone afterwards."""
-        taken = [tier.reserve(NUM_BLOCKS) for tier in self.cpu]
-        for tier, ids in zip(self.cpu, taken, strict=True):
-            tier.discard(ids, late=False)
-        return [len(ids) for ids in taken]
-
-    def evict_all(self) -> None:
-        assert self.crowd() == [NUM_BLOCKS] * 2
-
-    def check(self) -> None:
-        for tier in self.cpu:
-            tier.check_integrity()
-            assert tier.num_free == NUM_BLOCKS
+from shared.tiering.record import KvRecord, Record, encode_header
+from shared.types.identity import IdentityKey
+from tests.unit.tiering.tiered_setting import LAYOUT, NUM_BLOCKS, Bench, content, key
 
 
 @pytest.fixture
@@ -155,6 +53,26 @@ def test_a_hole_in_memory_is_filled(bench: Bench) -> None:
     bench.put(range(3))
     assert bench.lookup(range(5)) == 5
     assert bench.disk.num_loaded == 6
+
+
+def test_what_has_landed_stays_while_the_rest_is_on_its_way(bench: Bench) -> None:
+    bench.put(range(2))
+    bench.put(range(2, 4), into=bench.far)
+    bench.far.held = True
+    bench.ask(range(4))
+    bench.reactor.run()
+    assert bench.answers == [] and bench.disk.num_loaded == 4
+    assert bench.crowd() == [NUM_BLOCKS - 4] * 2
+    bench.far.release()
+    bench.reactor.run()
+    assert bench.take(range(4)) == 4
+
+
+def test_room_that_one_group_lacks_is_given_back_in_the_other(bench: Bench) -> None:
+    taken = bench.cpu[1].reserve(4)
+    bench.put(range(4))
+    assert bench.lookup(range(4)) == 2
+    bench.cpu[1].discard(taken, late=False)
 
 
 def test_a_block_counts_only_when_every_group_has_it(bench: Bench) -> None:
@@ -335,78 +253,3 @@ def test_writes_that_are_off_or_find_no_room_change_nothing() -> None:
     assert set(bench.disk.records) == {bench.record(0, 0), bench.record(0, 1)}
     bench.check()
     bench.arena.close()
-
-
-class TieredMachine(RuleBasedStateMachine):
-    """Offers, look-ups, evictions, slow and damaged records in any order: whatever is found is right."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bench = Bench(max_loads=7, max_stores=5)
-
-    @rule(first=st.integers(0, 4), count=st.integers(1, 3))
-    def fill(self, first: int, count: int) -> None:
-        numbers = [n for n in range(first, first + count) if self.bench.cpu[0].find(key(n)) is None]
-        if all(tier.num_free >= count for tier in self.bench.cpu) and numbers:
-            self.bench.fill(range(numbers[0], numbers[0] + 1))
-
-    @rule(first=st.integers(0, 4), count=st.integers(1, 4))
-    def put(self, first: int, count: int) -> None:
-        self.bench.put(range(first, first + count))
-
-    @rule(index=st.integers(0, 99), at=st.integers(0, 9999))
-    def damage(self, index: int, at: int) -> None:
-        records = self.bench.disk.records
-        if records:
-            name = sorted(records)[index % len(records)]
-            header, payload = records[name]
-            at %= len(payload)
-            records[name] = header, payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :]
-
-    @rule(held=st.booleans())
-    def hold(self, held: bool) -> None:
-        self.bench.disk.held = held
-        if not held:
-            self.bench.disk.release()
-
-    @rule(first=st.integers(0, 4), count=st.integers(1, 4))
-    def ask(self, first: int, count: int) -> None:
-        numbers = range(first, first + count)
-        keys = [key(n, group) for group in (0, 1) for n in numbers]
-        self.bench.tiers.lookup(keys, lambda lease_id, pinned: self.answered(numbers, lease_id, pinned))
-
-    def answered(self, numbers: range, lease_id: str, pinned: Pinned) -> None:
-        self.bench.answers.append((lease_id, pinned))
-        for group, ids in enumerate(pinned):
-            for n, block_id in zip(numbers, ids, strict=False):
-                assert bytes(self.bench.arena.block(group, block_id)) == content(group, n)
-
-    @rule()
-    def run(self) -> None:
-        self.bench.reactor.run()
-
-    @rule()
-    def let_go(self) -> None:
-        self.bench.leases.release([lease_id for lease_id, _ in self.bench.answers])
-
-    @rule()
-    def pass_time(self) -> None:
-        self.bench.clock.advance(1.0)
-        self.bench.reactor.run()
-
-    @invariant()
-    def books_are_right(self) -> None:
-        for tier in self.bench.cpu:
-            tier.check_integrity()
-
-    def teardown(self) -> None:
-        self.hold(False)
-        self.pass_time()
-        self.let_go()
-        self.bench.check()
-        assert self.bench.lower.chain.num_jobs == 0
-        self.bench.arena.close()
-
-
-TestTieredMachine = TieredMachine.TestCase
-TestTieredMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -11,7 +11,7 @@ from shared.clock import ManualClock
 from shared.errors import ConfigError, PeerLost
 from shared.transfer.agent import Link, Links, TransferAgent
 from shared.transfer.arena import Arena
-from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
 from shared.types.transfer import AgentInfo, Endpoint
@@ -37,7 +37,14 @@ class Switchboard(TransferBackend):
         self.open.append(metadata)
         return metadata
 
-    def read(self, peer: Any, remote_region: str, local_region: str, ops: Sequence[ReadOp]) -> Any: ...
+    def read(
+        self,
+        peer: Any,
+        remote_region: str,
+        local_region: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> Any: ...
     def poll(self, handle: Any) -> ReadState:
         return ReadState.DONE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.transfer.base import Pieces, ReadOp, ReadState, TransferBackend
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
 from shared.transfer.faulty import Fault, FaultKind, FaultyBackend
 
 OPS = [ReadOp(0, 0, 4), ReadOp(4, 8, 4), ReadOp(8, 16, 4)]
@@ -20,6 +20,7 @@ class Scribe(TransferBackend):
 
     def __init__(self) -> None:
         self.reads: list[list[ReadOp]] = []
+        self.sums: Sums | None = None
         self.pieces: Sequence[Pieces] = ()
 
     def register(self, name: str, buffer: memoryview, fd: int, pieces: Sequence[Pieces] = ()) -> None:
@@ -29,8 +30,16 @@ class Scribe(TransferBackend):
         return b""
 
     def connect(self, peer_name: str, metadata: bytes) -> Any: ...
-    def read(self, peer: Any, remote_region: str, local_region: str, ops: Sequence[ReadOp]) -> Any:
+    def read(
+        self,
+        peer: Any,
+        remote_region: str,
+        local_region: str,
+        ops: Sequence[ReadOp],
+        sums: Sums | None = None,
+    ) -> Any:
         self.reads.append(list(ops))
+        self.sums = sums
         return len(self.reads)
 
     def poll(self, handle: Any) -> ReadState:
@@ -85,6 +94,13 @@ def test_a_restart_comes_before_its_read(scribe: Scribe) -> None:
     assert [backend.poll(read(backend)) for _ in range(3)] == [ReadState.DONE] * 3
     assert (seen, len(scribe.reads)) == ([1], 3)
     assert [fault.kind for fault in injected] == [FaultKind.RESTART]
+
+
+def test_checksums_are_left_to_the_caller(scribe: Scribe) -> None:
+    """What the wrapper damages after landing would not show in those of the inner backend."""
+    sums = Sums(4)
+    FaultyBackend(scribe, {0: Fault(FaultKind.FLIP)}).read(None, "kv", "kv", OPS, sums)
+    assert (scribe.sums, sums.values) == (None, None)
 
 
 def test_what_is_registered_reaches_the_inner_backend(scribe: Scribe) -> None:

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from shared.errors import TransferError
+from shared.kernels.checksum import checksum
 from shared.transfer.arena import Arena
-from shared.transfer.base import Pieces, ReadOp, ReadState
+from shared.transfer.base import Pieces, ReadOp, ReadState, Sums
 
 pytest.importorskip("nixl_cu12", reason="nixl is not installed")
 
-from shared.transfer.nixl import NixlBackend, _indices, _Metadata, _Peer
+from shared.transfer import nixl_descriptors
+from shared.transfer.nixl import NixlBackend, _Peer
+from shared.transfer.nixl_descriptors import Metadata, indices_of
 
 EXTENT, NUM_BLOCKS = 4096, 6
 
@@ -87,6 +90,23 @@ def test_whole_blocks_are_named_by_index_and_prepared_once(sides: tuple[Side, Si
     assert ours.backend._lists == {}
 
 
+def test_checksums_are_taken_run_by_run(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_descriptors, "_RUN_BYTES", 2 * EXTENT)
+    ours, theirs = sides
+    peer = ours.backend.connect("theirs", theirs.backend.describe())
+    for block in range(NUM_BLOCKS):
+        theirs.arena.block(0, block)[:] = bytes([block, 1]) * (EXTENT // 2)
+    for ops in (ours.ops((5, 0), (3, 1), (1, 2), (0, 3), (2, 5)), ours.ops((4, 1), (2, 0), nbytes=512)):
+        sums = Sums(256)
+        handle = ours.backend.read(peer, "kv", "kv", ops, sums)
+        while (state := ours.backend.poll(handle)) is ReadState.PENDING:
+            pass
+        assert state is ReadState.DONE
+        places = [(op.local_offset + at, 256) for op in ops for at in range(0, op.nbytes, 256)]
+        assert sums.values == [checksum(ours.arena.buffer[at : at + n]) for at, n in places]
+        assert len(set(sums.values)) == len(ops)
+
+
 @pytest.mark.parametrize(
     ("offsets", "nbytes", "expected"),
     [
@@ -101,7 +121,7 @@ def test_whole_blocks_are_named_by_index_and_prepared_once(sides: tuple[Side, Si
 def test_pieces_are_found_by_offset_and_size(
     offsets: list[int], nbytes: int, expected: tuple[int, list[int]] | None
 ) -> None:
-    found = _indices((Pieces(100, 16, 4), Pieces(1000, 32, 4)), offsets, nbytes)
+    found = indices_of((Pieces(100, 16, 4), Pieces(1000, 32, 4)), offsets, nbytes)
     assert (found and (found.kind, found.which.tolist())) == expected
 
 
@@ -120,7 +140,7 @@ def test_pieces_are_found_by_offset_and_size(
 )
 def test_impossible_claims_are_refused(sides: tuple[Side, Side], region: dict[str, object]) -> None:
     ours, theirs = sides
-    metadata = msgspec.msgpack.decode(theirs.backend.describe(), type=_Metadata)
+    metadata = msgspec.msgpack.decode(theirs.backend.describe(), type=Metadata)
     claimed = (msgspec.structs.replace(metadata.regions[0], **region),)
     with pytest.raises(TransferError, match="malformed"):
         ours.backend.connect(

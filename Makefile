@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY ?= passive
         proto parity chaos chaos-handoff chaos-handoff-long bench bench-transfer bench-store clean
 
 help: ## print this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- setting up --------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     image = read_image(args.image) if args.image else None
-    messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
+    system = _readable(args.system)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     question = _readable(" ".join(args.question))
     if args.question and not question.strip():
         raise ConfigError("the question is empty")

@@ -7,11 +7,13 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 
+from services.cli import procfs
 from services.cli.arguments import seconds
 from services.cli.state import StateDir, add_state_option, state_of
 from services.cli.supervisor import end_leftovers
-from shared.clock import Clock, MonotonicClock
+from shared.clock import MonotonicClock
 from shared.errors import InternalError
 
 
@@ -29,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
             raise InternalError("a launcher is only just starting, or ending; try again in a moment")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-        _wait_until_free(state, args.timeout, MonotonicClock())
+        started = procfs.start_ticks(pid)
+        _wait_until(lambda: not state.is_held() and procfs.start_ticks(pid) != started, state, args.timeout)
         print("stopped")
         return 0
     left = end_leftovers(state)
@@ -37,9 +40,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_until_free(state: StateDir, timeout_s: float, clock: Clock) -> None:
+def _wait_until(gone: Callable[[], bool], state: StateDir, timeout_s: float) -> None:
+    clock = MonotonicClock()
     deadline, pause = clock.now() + timeout_s, threading.Event()
-    while state.is_held():
+    while not gone():
         if clock.now() > deadline:
             raise InternalError(f"the launcher did not stop within {timeout_s:.0f} s; its logs: {state.logs}")
         pause.wait(0.05)

@@ -38,6 +38,10 @@ def _weights(path: Path) -> Iterator[str]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         yield "there are no weights (*.safetensors)"
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        missing = [name for name in _named(index) if not (path / name).exists()]
+        yield from (f"there is no {name}, which {index.name} names" for name in missing)
     for file in files:
         try:
             whole = file.stat().st_size == _length(file)
@@ -46,6 +50,13 @@ def _weights(path: Path) -> Iterator[str]:
         else:
             if not whole:
                 yield f"{file.name} is cut off, or longer than it says"
+
+
+def _named(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []  # a worker will say what is wrong with it
 
 
 def _length(file: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,18 @@ def start_ticks(pid: int) -> int | None:
     if fields is None or fields[0] in {"Z", "X"}:
         return None
     return int(fields[19])
+
+
+def with_argument(prefix: str) -> list[int]:
+    """Processes of this user that have an argument which begins so."""
+    wanted, found = b"\0" + os.fsencode(prefix), []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            if entry.stat().st_uid == os.geteuid() and wanted in Path(entry.path, "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 def cpu_seconds(pid: int) -> float:

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,6 +262,7 @@ def end_leftovers(state: StateDir, patience_s: float = 5.0, clock: Clock | None 
     """End processes of a launcher that is gone; returns their names. Only for a state nobody holds."""
     clock = clock or MonotonicClock()
     found = [record for record in state.processes() if record.alive]
+    found += _unnoted(state, {record.pid for record in found})
     for record in found:
         _signal(record, signal.SIGTERM)
     deadline = clock.now() + patience_s
@@ -273,6 +274,16 @@ def end_leftovers(state: StateDir, patience_s: float = 5.0, clock: Clock | None 
             _signal(record, signal.SIGKILL)
     state.forget()
     return [record.name for record in found]
+
+
+def _unnoted(state: StateDir, noted: Collection[int]) -> list[ProcessRecord]:
+    """Processes that run with a configuration of this state though nobody could note their pids."""
+    found = []
+    for pid in procfs.with_argument(f"{state.configs}{os.sep}"):
+        started = procfs.start_ticks(pid)
+        if started is not None and pid not in noted and pid != os.getpid():
+            found.append(ProcessRecord(f"process {pid}", "", pid, started))
+    return found
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:

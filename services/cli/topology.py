@@ -188,7 +188,8 @@ def _overridden(specs: Sequence[ProcessSpec], overrides: Sequence[str]) -> tuple
             continue
         addressed = [spec for spec in specs if not who or _is_addressed(spec, who)]
         if not addressed:
-            problems.append(f"--set {text}: there is no process or kind {who!r}")
+            known = ", ".join(dict.fromkeys(name for spec in specs for name in (spec.name, spec.kind)))
+            problems.append(f"--set {text}: there is no process or kind {who!r} (but {known}, workers)")
         elif not [spec for spec in addressed if _put(data[spec.name], key.split("."), value)]:
             problems.append(f"--set {text}: no such key")
     finished = tuple(replace(spec, config=_built(spec, data[spec.name], problems)) for spec in specs)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import yaml
 
 from shared.config.convert import build
+from shared.config.services import SERVICES
 from shared.errors import ConfigError
 
 T = TypeVar("T")
@@ -135,16 +136,19 @@ def _parse_yaml(text: str) -> Any:
 def _from_environ(cls: type[Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """``TRIPTYCH_SECTION__KEY`` and, for keys outside any section, ``TRIPTYCH_KEY``.
 
-    Names with a double underscore are ours and must be known; of the others only known keys count,
-    since the environment holds variables that are no configuration.
+    Names with a double underscore are ours and must be known, to this service or another: services of
+    one deployment share an environment. Of the others only known keys count, since the environment holds
+    variables that are no configuration.
     """
-    top = {name for name, hint in get_type_hints(cls).items() if not is_dataclass(hint)}
+    hints = get_type_hints(cls)
+    top = {name for name, hint in hints.items() if not is_dataclass(hint)}
+    foreign = {f.name for service in SERVICES for f in fields(service)} - hints.keys()
     data: dict[str, Any] = {}
     for name, value in environ.items():
         if not name.startswith(ENV_PREFIX):
             continue
         keys = name[len(ENV_PREFIX) :].lower().split("__")
-        if len(keys) > 1 or keys[0] in top:
+        if (len(keys) > 1 and keys[0] not in foreign) or keys[0] in top:
             _put(data, keys, value)
     return data
 

@@ -304,3 +304,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if self.transfer.tcp_port and self.embeddings_mb:
             raise ValueError("a fixed transfer.tcp_port serves blocks alone: set embeddings_mb to 0")
+
+
+#: The configurations of all services of a deployment.
+SERVICES = (RouterConfig, WorkerConfig, StoreConfig)

@@ -20,19 +20,20 @@ from tests.chaos.client import Client
 from tests.chaos.cluster import Cluster
 from tests.chaos.handoff_base import CLOCK, Book, Proof, Setting, Verdict, cluster_of, long_case
 from tests.chaos.handoff_links import through_proxy
+from tests.chaos.handoff_patched import patched
 from tests.chaos.proxy import Proxy, Way
 
-#: Costs far above the noise of a busy machine: long prompts, in small steps.
 SETTINGS = (
     "scheduler.max_model_len=4096",
     "kv.num_blocks=4096",
-    "scheduler.max_num_batched_tokens=32",
     "router:routing.placement=cost",
     "transfer.deadline_s=20",
 )
 NUM_STREAMS, STREAM_TOKENS = 4, 3600
 NUM_BEFORE, NUM_SLOW, NUM_AFTER = 30, 40, 20
 FLIPS_WITHIN, MEDIAN_ERROR = 20, 0.3
+#: A step costs what it would on a device, far above the noise of a busy machine.
+PACED = patched(prefill="paced", decode="paced")
 #: What was not measured for a minute is tried again.
 FORGOTTEN_S = 75.0
 
@@ -52,7 +53,10 @@ class _Served(Struct):
 
 async def prove(setting: Setting) -> list[Proof]:
     with through_proxy("prefill-0") as (proxy, settings):
-        async with cluster_of(setting, "cost", "p=1,d=1", [*settings, *SETTINGS]) as (cluster, book):
+        async with cluster_of(setting, "cost", "p=1,d=1", [*settings, *SETTINGS], as_spec=PACED) as (
+            cluster,
+            book,
+        ):
             asker = _Asker(setting.seed, cluster, book, proxy)
             async with _streams(setting.seed, cluster):
                 before = [await asker.ask() for _ in range(NUM_BEFORE)]

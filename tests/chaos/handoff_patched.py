@@ -11,6 +11,7 @@ import errno
 import os
 import runpy
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from services.cli.topology import ProcessSpec
 
 #: Bytes that a "full" disk takes.
 FULL_BYTES = 256 << 10
+#: A paced step's seconds, and those of each of its tokens.
+STEP_S, TOKEN_S = 0.003, 0.0003
 
 
 def trust_records() -> None:
@@ -60,8 +63,24 @@ def always_load() -> None:
     TierCosts.prefers_loading = lambda *args: True  # type: ignore[method-assign]
 
 
+def paced() -> None:
+    """Steps take as long as a device would need for their tokens, whatever this machine does beside: so that
+    costs are what they are said to be. The witness itself needs next to nothing."""
+    from shared.runner.witness.runner import WitnessRunner
+    from shared.step import StepPlan
+
+    execute = WitnessRunner.execute
+
+    def slowly(runner: WitnessRunner, plan: StepPlan) -> Any:
+        time.sleep(STEP_S + TOKEN_S * sum(len(row.token_ids) for row in plan.rows))
+        return execute(runner, plan)
+
+    WitnessRunner.execute = slowly  # type: ignore[method-assign]
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "always_load": always_load,
+    "paced": paced,
     "trust_records": trust_records,
     "trust_hashes": trust_hashes,
     "fill_disk": fill_disk,

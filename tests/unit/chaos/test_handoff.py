@@ -1,4 +1,4 @@
-"""The proofs' own arithmetic: whose death counts for what, which bytes are a read of blocks, what is shown."""
+"""The proofs' own arithmetic: whose death counts for what, which bytes are a read of blocks, what is said."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ def test_a_whole_directory_passes(model: Path) -> None:
         ("model.safetensors", b"\xff" * 20, "not a safetensors"),
         ("model.safetensors", struct.pack("<Q", 2) + b"[]", "not a safetensors"),
         ("other.safetensors", b"x" * 40, "other.safetensors is not"),
+        ("model.safetensors.index.json", b'{"weight_map": {"w": "gone.safetensors"}}', "no gone.safetensors"),
     ],
 )
 def test_what_is_wrong_is_said(model: Path, name: str, content: bytes | None, problem: str) -> None:

@@ -103,3 +103,4 @@ def test_the_environment_counts_too() -> None:
         check(planned(), {"TRIPTYCH_TELEMETRY__LOG_LEVEL": "loud"})
     with pytest.raises(ConfigError, match="unknown key"):
         check(planned(), {"TRIPTYCH_TELEMETRY__LOUD": "1"})
+    check(planned(), {"TRIPTYCH_KV__BLOCK_SIZE": "32", "TRIPTYCH_HTTP__MAX_CONNECTIONS": "9"})

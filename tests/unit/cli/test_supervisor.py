@@ -137,13 +137,10 @@ def test_leftovers_of_a_killed_launcher_are_ended(state: StateDir) -> None:
 
 
 def test_a_recycled_pid_is_not_mistaken_for_a_leftover(state: StateDir) -> None:
-    supervisor = Supervisor([script("decode-0", FOREVER)], state)
-    supervisor.start()
-    record = state.processes()[0]
-    other = type(record)(record.name, record.kind, os.getpid(), record.started + 1)
-    state.write_process(other)
+    started = procfs.start_ticks(os.getpid())
+    assert started is not None
+    state.write_process(ProcessRecord("decode-0", "decode", os.getpid(), started + 1))
     assert end_leftovers(state) == []
-    supervisor.stop()
 
 
 def test_the_previous_log_is_kept_beside_the_new_one(state: StateDir) -> None:
@@ -195,3 +192,14 @@ def test_a_full_disk_at_the_start_leaves_nobody_behind(tmp_path: Path) -> None:
 
     supervisor.stop(StopTimes(drain_s=5.0, exit_s=5.0), fails)
     assert procfs.start_ticks(pid) is None
+
+
+def test_a_leftover_whose_pid_could_not_be_noted_is_found_all_the_same(tmp_path: Path) -> None:
+    state = FullDisk(tmp_path)
+    state.prepare()
+    with running(state, script("decode-0", FOREVER)) as supervisor:
+        pid = supervisor.rows()[0].pid
+        (record,) = state.processes()
+        (state.pids / "decode-0.pid").unlink()
+        assert end_leftovers(state) == [f"process {pid}"]
+        eventually(lambda: procfs.start_ticks(pid) != record.started)

@@ -21,7 +21,7 @@ from shared.errors import PeerLost, TransferError
 from shared.failpoints import Failpoints
 from shared.kernels.checksum import head_checksums, packed_checksum
 from shared.transfer.arena import HEADER_BYTES, Arena, Header, parse_header
-from shared.transfer.base import ReadOp
+from shared.transfer.base import ReadOp, Sums
 from shared.transfer.shards import Span, ranks_of, shards, spans
 from shared.types.transfer import AgentInfo, BlockRef, RegionInfo
 
@@ -105,6 +105,7 @@ class Step(NamedTuple):
     remote_region: str
     local_region: str
     ops: list[ReadOp]
+    sums: Sums | None = None
 
 
 class Local(NamedTuple):
@@ -154,6 +155,7 @@ class PullProtocol(ABC):
         self._scratch_offset = scratch.info.data_offsets[0] + slot * scratch.info.extent_bytes[0]
         self._failpoints = failpoints
         self._verify = verify
+        self._entries: list[int] = []
         self._problems: set[str] = set()
         self.ok = [True] * len(pull.blocks)
         self.made: tuple[tuple[int, ...], ...] = ()
@@ -184,17 +186,19 @@ class PullProtocol(ABC):
             self._judge_fence()
 
     def _fence(self, source: RegionInfo) -> Step:
+        ids = [block.remote.block_id for block in self._pull.blocks]
+        table, local = source.generation_offsets[self._pull.group], self._scratch_offset + HEADER_BYTES
+        first, span = min(ids), max(ids) - min(ids) + 1
+        if span <= MAX_PULL_BLOCKS:  # one piece of the table, gaps and all
+            self._entries = [block_id - first for block_id in ids]
+            generations = [ReadOp(table + 8 * first, local, 8 * span)]
+        else:
+            self._entries = list(range(len(ids)))
+            generations = [ReadOp(table + 8 * block_id, local + 8 * i, 8) for i, block_id in enumerate(ids)]
         # Zeroed, so that a read that brings less than it says can never look like the one before.
-        used = HEADER_BYTES + 8 * len(self._pull.blocks)
+        used = HEADER_BYTES + 8 * (max(self._entries) + 1)
         self._scratch[:used] = bytes(used)
-        table = source.generation_offsets[self._pull.group]
-        local = self._scratch_offset
-        ops = [ReadOp(0, local, HEADER_BYTES)]
-        ops += [
-            ReadOp(table + 8 * block.remote.block_id, local + HEADER_BYTES + 8 * i, 8)
-            for i, block in enumerate(self._pull.blocks)
-        ]
-        return Step(source.name, SCRATCH, ops)
+        return Step(source.name, SCRATCH, [ReadOp(0, self._scratch_offset, HEADER_BYTES), *generations])
 
     def _judge_fence(self) -> None:
         producer = self._pull.producer
@@ -203,7 +207,8 @@ class PullProtocol(ABC):
         except PeerLost:
             header = Header("", -1, "")
         same_life = header.incarnation == producer.incarnation and header.epoch == producer.epoch
-        seen = np.frombuffer(self._scratch, np.uint64, len(self.ok), HEADER_BYTES).tolist()
+        table = np.frombuffer(self._scratch, np.uint64, max(self._entries) + 1, HEADER_BYTES)
+        seen = table[self._entries].tolist()
         self._mark(
             "stale",
             [
@@ -239,6 +244,10 @@ class DirectPull(PullProtocol):
             if not (0 <= block.remote.block_id < num_there and 0 <= block.local_block < num_here):
                 raise TransferError("the pull names a block that is not there, or not here")
         self._sizes = self._block_sizes()
+        # Checksums of whole blocks can be taken as they land.
+        whole = self._verify and self._pull.packed is None and len(self._spans) == 1
+        self._sums = Sums(self._sources[0].head_bytes) if whole else None
+        self._read: list[int] = []
 
     @property
     def nbytes(self) -> int:
@@ -283,7 +292,8 @@ class DirectPull(PullProtocol):
             for block, size, ok in zip(self._pull.blocks, sizes, self.ok, strict=True)
             if ok
         ]
-        return Step(source.name, target.name, ops)
+        self._read = [i for i, ok in enumerate(self.ok) if ok]
+        return Step(source.name, target.name, ops, self._sums)
 
     def _judge_bytes(self) -> None:
         pull = self._pull
@@ -293,10 +303,18 @@ class DirectPull(PullProtocol):
             good = all(self.ok) and packed_checksum(parts) == pull.packed.checksum
             self._mark("corrupt", [good] * len(self.ok))
             return
-        self._mark(
-            "corrupt",
-            [
-                not ok or self._checksums(block.local_block) == block.remote.checksums
-                for ok, block in zip(self.ok, pull.blocks, strict=True)
-            ],
-        )
+        found = self._found()
+        same = [sums == block.remote.checksums for sums, block in zip(found, pull.blocks, strict=True)]
+        self._mark("corrupt", same)
+
+    def _found(self) -> list[tuple[int, ...]]:
+        """Of each block its checksums, as the backend took them when it landed, or else taken now."""
+        found: list[tuple[int, ...]] = [()] * len(self.ok)
+        landed = self._sums.values if self._sums is not None else None
+        for at, i in enumerate(self._read):
+            if landed is None:
+                found[i] = self._checksums(self._pull.blocks[i].local_block)
+            else:
+                heads = self._pull.checksum_heads
+                found[i] = tuple(landed[at * heads : (at + 1) * heads])
+        return found

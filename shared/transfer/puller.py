@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 # is pending, every _HEAR_S while notifications are likely, and rarely else.
 _POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.001
 _WATCH_S = 0.005
-_HEAR_S = 0.005
+_HEAR_S = 0.002
 _LAZY_S = 0.05
 _IDLE_S = 5.0
 _BUSY_S = 1.0
@@ -238,7 +238,9 @@ class Puller:
                 if step is None:
                     self._finish(flight, protocol.reason)
                     return
-                flight.handle = link.backend.read(link.peer, step.remote_region, step.local_region, step.ops)
+                flight.handle = link.backend.read(
+                    link.peer, step.remote_region, step.local_region, step.ops, step.sums
+                )
         except PeerLost:
             self._abandon(flight, "peer_lost")
         except (TransferError, FailpointError) as error:

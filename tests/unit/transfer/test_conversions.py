@@ -54,7 +54,7 @@ class Wire:
 
     def run(self, pull: Pull, **options: bool) -> PullProtocol:
         protocol = self.protocol(pull, **options)
-        for remote, local, ops in protocol.steps():
+        for remote, local, ops, _ in protocol.steps():
             for op in ops:
                 data = self.source.arenas[remote].buffer[op.remote_offset :][: op.nbytes]
                 self.local[local].buffer[op.local_offset : op.local_offset + op.nbytes] = data

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from shared.clock import Entropy, SystemEntropy
 from shared.errors import PeerLost, TransferError
 from shared.kernels.copying import copy_and_sum, copy_pieces, prepare_copies
-from shared.transfer.arena import HEADER_BYTES, SEALS, parse_header
+from shared.transfer.arena import HEADER_BYTES, READER_SEALS, parse_header
 from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
 from shared.transfer.regions import (
     MAX_NOTIFY_BYTES,
@@ -87,7 +87,10 @@ def _map_region(pid: int, region: _SharedRegion) -> NDArray[np.uint8]:
     """Map a peer's region read-only; raises OSError or PeerLost when it is not the one described."""
     fd = os.open(f"/proc/{pid}/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(fd).st_size != region.nbytes:
+        if (
+            fcntl.fcntl(fd, fcntl.F_GET_SEALS) & READER_SEALS != READER_SEALS
+            or os.fstat(fd).st_size != region.nbytes
+        ):
             raise PeerLost("the memory of the peer is not what it announced")
         mapped = mmap.mmap(fd, region.nbytes, prot=mmap.PROT_READ)
     finally:

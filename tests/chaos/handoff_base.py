@@ -227,6 +227,11 @@ async def rest_after(
     return CLOCK.now() - since, rests
 
 
+def said(errors: Sequence[tuple[str, str]]) -> str:
+    """What processes logged as errors, the first of it."""
+    return "".join(f"; {name} logged: {what[:50]!r} .. {what[-40:]!r}" for name, what in errors[:2])
+
+
 def leaks(rests: Sequence[Rest]) -> str:
     """What is held that should not be, in words."""
     return "".join(f"; {v.detail}" for v in ledger.check_rest(rests))

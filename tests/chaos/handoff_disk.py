@@ -25,6 +25,7 @@ from tests.chaos.handoff_base import (
     cluster_of,
     leaks,
     long_cases,
+    said,
     total,
 )
 from tests.chaos.handoff_files import STORE_ONLY
@@ -101,7 +102,7 @@ async def _serving(setting: Setting, disk: Path, how: str, mounted: bool) -> Pro
         f"{how}, {used >> 10} KiB of it used; writes off {off:.0f} times, {failures:.0f} x ENOSPC; "
         f"{verdict}, {loaded:.0f} blocks from the store{leaks(rests)}"
     )
-    figure += "".join(f"; {what}" for what in errors[:2])
+    figure += said(errors)
     figures = {"failed": verdict.failed, "wrong": verdict.wrong, "used_bytes": used, "enospc": failures}
     main = (verdict.failed + verdict.wrong, f"failed or wrong of {verdict.requests}", 0)
     return Proof("disk full, serving", passed, figure, figures, main=main)

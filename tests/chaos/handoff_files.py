@@ -25,6 +25,7 @@ from tests.chaos.handoff_base import (
     leaks,
     long_cases,
     rest_after,
+    said,
     total,
     until,
 )
@@ -216,7 +217,7 @@ async def _over_spoiled(
     )
     figure = (
         f"{counted:.0f} of {len(marked)} spoiled files counted, {loaded:.0f} good ones loaded; "
-        f"{verdict}; {restarts} crashes{leaks(rests)}"
+        f"{verdict}; {restarts} crashes{leaks(rests)}{said(errors)}"
     )
     # The store put the spoiled ones aside and wrote them anew: as they were, for who comes next.
     for path, data in originals.items():

@@ -31,6 +31,7 @@ from tests.chaos.handoff_base import (
     long_cases,
     plain_cases,
     rest_after,
+    said,
     total,
     until,
 )
@@ -79,7 +80,7 @@ async def _prefill(setting: Setting) -> Proof:
             again_good = await _good_transfer(cluster, book, "kv", lambda: _take(cases))
             errors = cluster.logged_errors()
             verdict = await asyncio.to_thread(Verdict.of, book)
-    extra = f"{lost:.0f} times given up by the router, {late:.0f} late events dropped"
+    extra = f"{lost:.0f} times given up by the router, {late:.0f} late events dropped{said(errors)}"
     effective = lost >= setting.lane.freezes and not errors
     return _proof(
         setting, "SIGSTOP of prefill in mid-read", freezes, verdict, extra, effective and again_good
@@ -106,7 +107,7 @@ async def _store(setting: Setting) -> Proof:
             errors = cluster.logged_errors()
             verdict = await asyncio.to_thread(Verdict.of, book)
     effective = again_good and not errors
-    return _proof(setting, "SIGSTOP of kv_store in mid-read", freezes, verdict, "", effective)
+    return _proof(setting, "SIGSTOP of kv_store in mid-read", freezes, verdict, said(errors), effective)
 
 
 async def _freeze(
@@ -211,6 +212,6 @@ def _proof(
         f"{sum(f.stopped for f in freezes)} of {len(freezes)} stopped in mid-read, pull over after {slowest} "
         f"(at most {bound:.0f} s), all back {back:.1f} s after waking; {verdict}{held}"
     )
-    figure += f"; {extra}" if extra else ""
+    figure += f"; {extra.removeprefix('; ')}" if extra else ""
     main = (max(ended, default=bound + 1), "s until the pull is over", bound)
     return Proof(name, passed, figure, {"pull_s": ended, "back_s": round(back, 2)}, main=main)

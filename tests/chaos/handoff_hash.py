@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from tests.chaos.cluster import Cluster
-from tests.chaos.handoff_base import Proof, Setting, Verdict, again, cluster_of, leaks, total
+from tests.chaos.handoff_base import Proof, Setting, Verdict, again, cluster_of, leaks, said, total
 from tests.chaos.handoff_files import LOADING, STORE_ONLY
 from tests.chaos.handoff_patched import patched
 from tests.chaos.records import Case
@@ -21,11 +21,10 @@ WANTED = 1000
 WEAK = f"workers:kv.hash_bits={BITS}"
 #: Prefixes are looked up wherever they may lie: in the worker, in the store's memory, on its disk.
 STORED = (
-    "prefill:scheduler.max_num_batched_tokens=8",
     "kv_store:kv.num_blocks=128",
     "kv_store:embeddings_mb=0",
 )
-NUM_CASES, NUM_TWINS, NUM_PASSES = 150, 60, 3
+NUM_CASES, NUM_TWINS, NUM_PASSES = 150, 90, 3
 
 
 async def prove(setting: Setting) -> list[Proof]:
@@ -43,9 +42,10 @@ async def prove(setting: Setting) -> list[Proof]:
         collisions = await _collisions(cluster)
         refused = await total(cluster, "kv_store", "triptych_kv_offload_promotion_failures_total")
         rests = await cluster.at_rest(setting.lane.back_s)
+        errors = cluster.logged_errors()
         verdict = await asyncio.to_thread(Verdict.of, book)
-    passed = verdict.good and collisions > WANTED and not leaks(rests)
-    figure = f"{collisions:.0f} collisions in workers, {verdict}{leaks(rests)}"
+    passed = verdict.good and collisions > WANTED and not (errors or leaks(rests))
+    figure = f"{collisions:.0f} collisions in workers, {verdict}{leaks(rests)}{said(errors)}"
     figures = {"collisions": collisions, "records_refused": refused, "wrong": verdict.wrong}
     main = (verdict.wrong, f"wrong after {collisions:.0f} collisions", 0)
     weak = Proof(f"hash cut to {BITS} bits", passed, figure, figures, main=main)
@@ -60,13 +60,15 @@ async def _through_the_store(setting: Setting) -> Proof:
     async with cluster_of(setting, "store", "p=1,d=1,s=1", settings, as_spec=LOADING) as (cluster, book):
         for _ in range(NUM_PASSES):
             await book.send([again(case, len(book.cases) + n) for n, case in enumerate(twins)])
-            await cluster.at_rest(2.0)
+            rests = await cluster.at_rest(setting.lane.back_s)
         loaded = await total(cluster, "kv_store", "triptych_kv_store_hits_total")
+        errors = cluster.logged_errors()
         verdict = await asyncio.to_thread(Verdict.of, book)
-    figure = f"{loaded:.0f} blocks from the store, {verdict}"
+    figure = f"{loaded:.0f} blocks from the store, {verdict}{leaks(rests)}{said(errors)}"
     name = f"hash cut to {BITS} bits, equal blocks after different ones, by way of the store"
     main = (verdict.wrong, f"wrong of {verdict.requests}", 0)
-    return Proof(name, verdict.good and loaded > 0, figure, {"loaded": loaded}, main=main)
+    passed = verdict.good and loaded > 0 and not (errors or leaks(rests))
+    return Proof(name, passed, figure, {"loaded": loaded}, main=main)
 
 
 async def _control(setting: Setting, cases: Sequence[Case]) -> Proof:

@@ -30,6 +30,7 @@ from tests.chaos.handoff_base import (
     cluster_of,
     leaks,
     long_cases,
+    said,
 )
 from tests.chaos.handoff_files import LOADING
 from tests.chaos.ledger import check_rest
@@ -103,7 +104,7 @@ async def prove(setting: Setting) -> list[Proof]:
         f"all back after {slowest:.1f} s at most; {len(left)} files left behind{leaks(rests)}"
     )
     figure += "".join(f"; {name} died at {point} only {n} times" for (name, point), n in short.items())
-    figure += "".join(f"; {what}" for what in [*hangman.others, *map(str, errors[:2]), *left[:2]])
+    figure += "".join(f"; {what}" for what in [*hangman.others, *left[:2]]) + said(errors)
     figures = {f"{name} {point}": n for (name, point), n in sorted(hangman.kills.items())}
     figures |= {"back_s": round(slowest, 2), "wrong": verdict.wrong, "failed": verdict.failed}
     main = (slowest, f"s until all blocks are back, after {hangman.kills.total()} kills", setting.lane.back_s)

@@ -32,6 +32,7 @@ from tests.chaos.handoff_base import (
     leaks,
     plain_cases,
     rest_after,
+    said,
     total,
     until,
 )
@@ -124,7 +125,7 @@ async def prove_partitions(setting: Setting) -> list[Proof]:
             verdict = await asyncio.to_thread(Verdict.of, book)
     passed = verdict.good and book.longest_s <= HANG_S and not (errors or restarts)
     figure = f"{verdict}; longest answer {book.longest_s:.1f} s; {restarts} restarts"
-    figure += "".join(f"; {what}" for what in errors[:2])
+    figure += said(errors)
     main = (book.longest_s, "s for the longest answer", HANG_S)
     return [*proofs, Proof("answers in and after partitions", passed, figure, main=main)]
 
@@ -202,7 +203,8 @@ async def _workers(setting: Setting) -> Proof:
     passed = passed and book.longest_s <= HANG_S and len(pids) == setting.lane.worker_restarts + 1
     figure = (
         f"{len(pids) - 1} restarts: first good transfer after {percentile(times, 0.5):.2f} s (median), "
-        f"{max(times):.2f} s (most); longest answer {book.longest_s:.1f} s; {verdict}{leaks(rests)}"
+        f"{max(times):.2f} s (most); longest answer {book.longest_s:.1f} s; "
+        f"{verdict}{leaks(rests)}{said(errors)}"
     )
     main = (max(times), "s from ready to the first good transfer, the longest", GOOD_S)
     passed = passed and not leaks(rests)

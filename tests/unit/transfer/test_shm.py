@@ -99,3 +99,15 @@ def test_more_notifications_than_the_system_queues_wait_their_turn(
         reader.notifications()
     assert heard == sent
     assert reader.filenos()
+
+
+def test_an_arena_that_is_kept_for_a_next_life_is_read_like_any_other(reader: ShmBackend) -> None:
+    with Arena.create("kv", (2,), (4096,), "a" * 32, ledger_bytes=512) as kept:
+        owner = ShmBackend()
+        owner.register("kv", kept.buffer, kept.fd)
+        kept.block(0, 1)[:4] = b"mark"
+        peer = reader.connect("owner", owner.describe())
+        at = kept.info.data_offsets[0] + 4096
+        assert bytes(peer.regions["kv"][at : at + 4]) == b"mark"
+        reader.disconnect(peer)
+        owner.close()

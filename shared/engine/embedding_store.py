@@ -126,7 +126,8 @@ class RemoteEmbeddingLink(EmbeddingLink):
         asked_at = self._costs.now()
 
         def answered(hit: EmbeddingHit) -> None:
-            self._inbox.post(lambda: self._found(mm_hash, key, hit, asked_at, then))
+            seconds = self._costs.now() - asked_at
+            self._inbox.post(lambda: self._found(mm_hash, key, hit, seconds, then))
 
         self._calls.lookup(key, self._form.rows_per_block, answered)
 
@@ -174,7 +175,7 @@ class RemoteEmbeddingLink(EmbeddingLink):
         mm_hash: str,
         key: EmbeddingKey,
         hit: EmbeddingHit,
-        asked_at: float,
+        lookup_s: float,
         then: Callable[[bool], None],
     ) -> None:
         params = hit.params
@@ -197,7 +198,7 @@ class RemoteEmbeddingLink(EmbeddingLink):
             good = all(outcome.ok)
             if good:
                 self._cache.commit(mm_hash, params.checksum)
-                self._costs.loaded(key.num_rows, asked_at)
+                self._costs.loaded(key.num_rows, lookup_s + outcome.seconds)
                 metrics.EMBEDDING_STORE_HITS.inc()
             else:
                 stale.extend(self._cache.fail(mm_hash, quarantine=not outcome.terminal))

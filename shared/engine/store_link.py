@@ -94,10 +94,13 @@ class RemoteStoreLink(StoreLink):
         blocks = self._hasher.prompt(sequence.tokens, request.media, request.cache_salt, request.adapter)
         metrics.STORE_QUERIES.inc(usable - first)
         asked_at = self._costs.now()
-        self._calls.lookup(
-            wanted_blocks(blocks, first, usable),
-            lambda hit: self._inbox.post(lambda: self._found(sequence, first, asked_at, hit, then)),
-        )
+
+        def answered(hit: PoolHit) -> None:
+            # What it took, without the engine's own step behind which it is looked at.
+            seconds = self._costs.now() - asked_at
+            self._inbox.post(lambda: self._found(sequence, first, seconds, hit, then))
+
+        self._calls.lookup(wanted_blocks(blocks, first, usable), answered)
 
     def forget(self, sequence: Sequence) -> None:
         landing, hit = self._landings.pop(sequence.key, (None, NO_HIT))
@@ -127,7 +130,7 @@ class RemoteStoreLink(StoreLink):
             self._kv.unpin(block.group, (block.block_id,))
 
     def _found(
-        self, sequence: Sequence, first: int, asked_at: float, hit: PoolHit, then: Callable[[], None]
+        self, sequence: Sequence, first: int, lookup_s: float, hit: PoolHit, then: Callable[[], None]
     ) -> None:
         if sequence.done or not hit.num_blocks:
             if hit.leases:
@@ -148,7 +151,7 @@ class RemoteStoreLink(StoreLink):
             self._kv,
             self._desk,
             self._deadline_s,
-            lambda outcome: self._landed(sequence, first, asked_at, hit, outcome, then),
+            lambda outcome: self._landed(sequence, first, lookup_s, hit, outcome, then),
         )
         self._landings[sequence.key] = landing, hit
         for run in hit.runs:
@@ -158,7 +161,7 @@ class RemoteStoreLink(StoreLink):
         self,
         sequence: Sequence,
         first: int,
-        asked_at: float,
+        lookup_s: float,
         hit: PoolHit,
         outcome: PullOutcome,
         then: Callable[[], None],
@@ -169,7 +172,7 @@ class RemoteStoreLink(StoreLink):
             return
         del self._landings[sequence.key]
         self._calls.release(hit)
-        self._costs.loaded(hit.num_blocks * self._kv.spec.block_size, asked_at)
+        self._costs.loaded(hit.num_blocks * self._kv.spec.block_size, lookup_s + outcome.seconds)
         if landing.lost or sequence.done:
             landing.close()
             sequence.kv_open = False

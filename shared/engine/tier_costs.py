@@ -11,16 +11,16 @@ from shared.telemetry import metrics
 
 
 class TierCosts:
-    """Engine thread only. ``step_tokens``: the token budget of a step."""
+    """Engine thread only, but for ``now``. ``step_tokens``: the token budget of a step."""
 
     def __init__(self, clock: Clock, step_tokens: int) -> None:
         self._clock = clock
         self._step_tokens = step_tokens
         self._steps = Line()
-        self._loads = Line()
+        self._loads = Line(proportional=False)
 
     def now(self) -> float:
-        """Seconds of the injected clock, for ``loaded``."""
+        """Seconds of the injected clock; any thread."""
         return self._clock.now()
 
     def stepped(self, num_tokens: int, seconds: float) -> None:
@@ -34,13 +34,13 @@ class TierCosts:
         metrics.DECISIONS.labels("load" if loads else "compute").inc()
         return loads
 
-    def loaded(self, num_tokens: int, asked_at: float) -> None:
-        """Blocks of so many tokens have arrived, ``asked_at`` being when the store was asked for them."""
-        predicted, actual = self.load_s(num_tokens), self._clock.now() - asked_at
+    def loaded(self, num_tokens: int, seconds: float) -> None:
+        """Blocks of so many tokens have arrived, so long after the store was asked for them."""
+        predicted = self.load_s(num_tokens)
         if predicted is not None:
             metrics.DECISION_COST.labels("load", "predicted").observe(predicted)
-            metrics.DECISION_COST.labels("load", "actual").observe(actual)
-        self._loads.add(num_tokens, actual, self._clock.now())
+            metrics.DECISION_COST.labels("load", "actual").observe(seconds)
+        self._loads.add(num_tokens, seconds, self._clock.now())
 
     def load_s(self, num_tokens: int) -> float | None:
         """Seconds from asking to having; None: not measured lately."""

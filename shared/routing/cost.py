@@ -25,9 +25,11 @@ MAX_SURPRISE = 3.0
 class Line:
     """``seconds = fixed + slope * amount``, by least squares over samples that fade.
 
-    While all amounts are alike the line goes through the origin.
+    While all amounts are alike the line goes through the origin (work), or is flat (what mostly takes its
+    time however little there is, like a transfer).
     """
 
+    proportional: bool = True
     keep: float = KEEP
     forget_s: float = FORGET_S
     _n: float = 0.0
@@ -70,7 +72,7 @@ class Line:
         if mean_x <= 0:
             return mean_y, 0.0
         if variance < 0.01 * mean_x * mean_x:
-            return 0.0, through_origin
+            return (0.0, through_origin) if self.proportional else (mean_y, 0.0)
         slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / variance)
         fixed = mean_y - slope * mean_x
         return (fixed, slope) if fixed >= 0 else (0.0, through_origin)
@@ -90,7 +92,7 @@ class CostModel:
 
     def handed_off(self, decode: str, moved: float, seconds: float, now: float) -> None:
         """``decode`` went on so long after the first token; ``moved`` in tokens."""
-        self._line(self._handoff, decode, now).add(moved, seconds, now)
+        self._line(self._handoff, decode, now, proportional=False).add(moved, seconds, now)
 
     def served_alone(self, worker: str, work: float, seconds: float, now: float) -> None:
         """``worker`` did everything until it was rolling."""
@@ -112,11 +114,11 @@ class CostModel:
             return None
         return sum(p + num_streams * line.slope(now) * work for p, line in known) / len(known)
 
-    def _line(self, lines: dict[str, Line], key: str, now: float) -> Line:
+    def _line(self, lines: dict[str, Line], key: str, now: float, *, proportional: bool = True) -> Line:
         if key not in lines:
             for old in [k for k, line in lines.items() if line.predict(1.0, now) is None]:
                 del lines[old]
-            lines[key] = Line()
+            lines[key] = Line(proportional)
         return lines[key]
 
 

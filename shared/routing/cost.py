@@ -104,15 +104,17 @@ class CostModel:
         handoff = _predict(self._handoff, decode, moved, now)
         return None if first is None or handoff is None else first + handoff
 
-    def alone(self, worker: str, work: float, num_streams: int, now: float) -> float | None:
-        """Seconds until ``worker`` is rolling by itself, and for which its ``num_streams`` are held up. One
-        that never did so is believed to compute like the prefill workers on average. None: not known."""
+    def alone(self, worker: str, work: float, num_streams: int, now: float) -> tuple[float, float] | None:
+        """Seconds until ``worker`` is rolling by itself, and for which its ``num_streams`` are held up, added
+        up. One that never did so is believed to compute like the prefill workers on average. None: not
+        known."""
         own = _predict(self._alone, worker, work, now)
         lines = self._prefill.values() if own is None else (self._alone[worker],)
         known = [(p, line) for line in lines if (p := line.predict(work, now)) is not None]
         if not known:
             return None
-        return sum(p + num_streams * line.slope(now) * work for p, line in known) / len(known)
+        rolling = sum(p for p, _ in known) / len(known)
+        return rolling, num_streams * work * sum(line.slope(now) for _, line in known) / len(known)
 
     def _line(self, lines: dict[str, Line], key: str, now: float, *, proportional: bool = True) -> Line:
         if key not in lines:

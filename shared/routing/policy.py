@@ -69,7 +69,9 @@ class Costs(Protocol):
 
     def apart(self, prefill: str, decode: str, work: float, moved: float) -> float | None: ...
 
-    def alone(self, worker: str, work: float, num_streams: int) -> float | None: ...
+    def alone(self, worker: str, work: float, num_streams: int) -> tuple[float, float] | None:
+        """And beside them the seconds for which the worker's streams are held up together."""
+        ...
 
 
 class AlwaysApart:
@@ -78,7 +80,7 @@ class AlwaysApart:
     def apart(self, prefill: str, decode: str, work: float, moved: float) -> float | None:
         return None
 
-    def alone(self, worker: str, work: float, num_streams: int) -> float | None:
+    def alone(self, worker: str, work: float, num_streams: int) -> tuple[float, float] | None:
         return None
 
 
@@ -87,7 +89,8 @@ class Placement(Struct, frozen=True):
     named by ``decode`` does everything after encoding.
 
     What the choice went by: ``work`` = tokens to compute, those ahead in the queue included; ``moved`` =
-    tokens to be handed over; ``predicted_s`` = seconds until the request is rolling, None: not known.
+    tokens to be handed over; ``predicted_s`` = seconds until the request is rolling, None: not known;
+    ``delay_s`` = seconds for which others are held up by it.
     """
 
     mode: str
@@ -97,6 +100,7 @@ class Placement(Struct, frozen=True):
     work: float = 0.0
     moved: float = 0.0
     predicted_s: float | None = None
+    delay_s: float = 0.0
 
 
 def place(workers: Sequence[WorkerView], demand: Demand, costs: Costs | None = None) -> Placement | None:
@@ -136,7 +140,7 @@ def _cheaper(pair: Placement | None, alone: Placement | None) -> Placement | Non
         return pair or alone
     if pair.predicted_s is None or alone.predicted_s is None:
         return pair
-    return alone if alone.predicted_s < pair.predicted_s else pair
+    return alone if alone.predicted_s + alone.delay_s < pair.predicted_s + pair.delay_s else pair
 
 
 def _pair(
@@ -165,8 +169,8 @@ def _alone(workers: Sequence[WorkerView], demand: Demand, costs: Costs) -> Place
         return None
     worker = min(workers, key=lambda w: (_prefill_cost(w, demand) + _decode_cost(w, demand), w.key))
     work = float(_uncached(worker, demand))
-    predicted = costs.alone(worker.key, work, worker.num_requests)
-    return Placement(AGGREGATED, worker.key, "", (), work, 0.0, predicted)
+    predicted, delay = costs.alone(worker.key, work, worker.num_requests) or (None, 0.0)
+    return Placement(AGGREGATED, worker.key, "", (), work, 0.0, predicted, delay)
 
 
 def _uncached(worker: WorkerView, demand: Demand) -> int:

@@ -20,7 +20,7 @@ class MeasuredCosts:
     def apart(self, prefill: str, decode: str, work: float, moved: float) -> float | None:
         return self.model.apart(prefill, decode, work, moved, self.clock.now())
 
-    def alone(self, worker: str, work: float, num_streams: int) -> float | None:
+    def alone(self, worker: str, work: float, num_streams: int) -> tuple[float, float] | None:
         return self.model.alone(worker, work, num_streams, self.clock.now())
 
 

@@ -68,10 +68,10 @@ def test_a_worker_that_never_served_alone_is_believed_to_compute_like_the_others
     assert costs.alone("d0", 100, 0, 0.0) is None
     costs.prefilled("p0", 100, 1.0, 0.0)
     costs.prefilled("p1", 100, 3.0, 0.0)
-    assert costs.alone("d0", 100, 0, 0.0) == pytest.approx(2.0)
-    assert costs.alone("d0", 100, 4, 0.0) == pytest.approx(2.0 + 4 * 2.0), "its streams are held up"
+    assert costs.alone("d0", 100, 0, 0.0) == pytest.approx((2.0, 0.0))
+    assert costs.alone("d0", 100, 4, 0.0) == pytest.approx((2.0, 4 * 2.0)), "its streams are held up"
     costs.served_alone("d0", 100, 0.5, 0.0)
-    assert costs.alone("d0", 200, 1, 0.0) == pytest.approx(2.0)
+    assert costs.alone("d0", 200, 1, 0.0) == pytest.approx((1.0, 1.0))
 
 
 def test_apart_is_prefill_and_handoff() -> None:

@@ -133,9 +133,9 @@ class Known:
         self.asked.append((work, moved))
         return self.costs[0]
 
-    def alone(self, worker: str, work: float, num_streams: int) -> float | None:
+    def alone(self, worker: str, work: float, num_streams: int) -> tuple[float, float] | None:
         self.asked.append((work, float(num_streams)))
-        return self.costs[1]
+        return None if self.costs[1] is None else (self.costs[1] - 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,10 @@ def test_the_cheaper_way_is_taken_and_apart_when_in_doubt(
 ) -> None:
     placement = place([view("p0"), view("d0")], Demand("m", 31), Known(apart, alone))
     assert placement is not None and placement.mode == mode
-    assert placement.predicted_s == (apart if mode == PREFILL else alone)
+    if mode == PREFILL:
+        assert placement.predicted_s == apart
+    else:
+        assert alone is not None and (placement.predicted_s, placement.delay_s) == (alone - 0.5, 0.5)
 
 
 def test_costs_are_asked_for_what_is_left_to_do() -> None:

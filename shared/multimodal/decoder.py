@@ -9,12 +9,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from shared.errors import InternalError, InvalidMedia
+from shared.errors import InternalError, InvalidMedia, Overloaded
 from shared.multimodal.decode_wire import OK, READY, REPLY, REQUEST, TOO_LARGE
 from shared.multimodal.image import DEFAULT_LIMITS, ImageLimits, inspect_image
+from shared.telemetry.logs import get_logger
 
 _IMPORT_ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 30.0
+_START_TRIES = 2
+
+log = get_logger(__name__)
 
 
 class DecodeOptions(Struct, frozen=True):
@@ -52,7 +56,7 @@ class MediaDecoder:
             self._idle.put_nowait(None)
 
     async def start(self) -> None:
-        """Start every idle child now rather than at its first picture. Raises InternalError."""
+        """Start every idle child now rather than at its first picture. Raises Overloaded."""
         waiting = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
         try:
             for index, child in enumerate(waiting):
@@ -95,6 +99,13 @@ class MediaDecoder:
             await child.wait()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
+        """A child that is ready. Raises Overloaded: another try, or another encoder, may fare better."""
+        for _ in range(_START_TRIES):
+            if (child := await self._try_to_spawn()) is not None:
+                return child
+        raise Overloaded("the image decoder does not start")
+
+    async def _try_to_spawn(self) -> asyncio.subprocess.Process | None:
         child = await asyncio.create_subprocess_exec(
             *self._argv,
             stdin=asyncio.subprocess.PIPE,
@@ -108,11 +119,11 @@ class MediaDecoder:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 ready = await _stdout(child).readexactly(len(READY))
         except (TimeoutError, EOFError) as error:
-            raise InternalError("the image decoder does not start") from error
+            log.warning("the image decoder did not start", problem=type(error).__name__)
         finally:
             if ready != READY:
                 self._kill(child)
-        return child
+        return child if ready == READY else None
 
     def _kill(self, child: asyncio.subprocess.Process) -> None:
         """End a child; ``close`` waits until those still ending are gone."""

@@ -4,13 +4,14 @@ import asyncio
 import io
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from PIL import Image
 
-from shared.errors import InternalError, InvalidMedia, UnsupportedMedia
+from shared.errors import InvalidMedia, Overloaded, UnsupportedMedia
 from shared.multimodal import decode_child
 from shared.multimodal.decode_wire import OK, TOO_LARGE
 from shared.multimodal.decoder import DecodeOptions, MediaDecoder
@@ -139,9 +140,9 @@ async def test_a_child_out_of_memory_is_a_refusal() -> None:
 
 async def test_a_decoder_that_cannot_start_says_so() -> None:
     decoder = MediaDecoder(memory_bytes=1 << 20)
-    with pytest.raises(InternalError):
+    with pytest.raises(Overloaded):
         await decoder.start()
-    with pytest.raises(InternalError):
+    with pytest.raises(Overloaded):
         await decoder.decode(picture(), MODEL_SIZE)
     await decoder.close()
 
@@ -151,3 +152,26 @@ async def test_two_children_decode_side_by_side() -> None:
     results = await asyncio.gather(*(decoder.decode(picture(), MODEL_SIZE) for _ in range(6)))
     assert len({r.data for r in results}) == 1
     await decoder.close()
+
+
+async def test_a_child_that_does_not_start_is_tried_again_and_then_said_to_be_busy() -> None:
+    decoder = MediaDecoder()
+    whole, broken = decoder._argv, (sys.executable, "-c", "raise SystemExit(1)")
+    tries: list[int] = []
+    start = decoder._try_to_spawn
+
+    async def fails_once() -> asyncio.subprocess.Process | None:
+        tries.append(1)
+        decoder._argv = broken if len(tries) == 1 else whole
+        return await start()
+
+    decoder._try_to_spawn = fails_once  # type: ignore[method-assign]
+    await decoder.start()
+    assert len(tries) == 2
+    await decoder.close()
+    never = MediaDecoder()
+    never._argv = broken
+    with pytest.raises(Overloaded, match="does not start") as caught:
+        await never.start()
+    assert caught.value.retryable
+    await never.close()

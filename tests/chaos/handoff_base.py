@@ -30,13 +30,15 @@ SLACK_S = 2.0
 
 
 class Lane(Struct, frozen=True):
-    """How hard a run is. Seconds, and numbers of what is done."""
+    """How hard a run is. Seconds, and numbers of what is done. ``rest_every``: after every so many rounds of
+    kills it is waited until nothing is held, which takes a lease where one was left behind."""
 
     name: str
     lease_s: float
     deadline_s: float
     partition_s: float
     kills: int
+    rest_every: int
     freezes: int
     worker_restarts: int
     files: int
@@ -60,6 +62,7 @@ FAST = Lane(
     deadline_s=1.0,
     partition_s=3.0,
     kills=3,
+    rest_every=1,
     freezes=1,
     worker_restarts=6,
     files=7_000,
@@ -72,6 +75,7 @@ LONG = Lane(
     deadline_s=5.0,
     partition_s=30.0,
     kills=20,
+    rest_every=5,
     freezes=5,
     worker_restarts=50,
     files=20_000,

@@ -1,7 +1,8 @@
 """The identity of a full block: a SHA-256 chain over everything that its KV bytes depend on.
 
 Owns the hash and its field order. Owns no blocks. Every field is length-prefixed, so two different
-inputs never serialise to the same bytes. Each hash covers its parent's, so one hash names a whole prefix.
+inputs never serialise to the same bytes. Each digest covers its parent, the digest of all that is before, so
+a block's parent and its own content together name a whole prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _HASH = hashlib.sha256
 
 
 class HashedBlock(NamedTuple):
-    """A full block of a prompt: its hash, and what the hash was made of."""
+    """A full block of a prompt: its hash, and what the hash was made of. ``parent``: the root, or the digest
+    of the block before, whole even where hashes are cut."""
 
     block_hash: bytes
     parent: bytes
@@ -68,8 +70,8 @@ def _media_content(media: Sequence[tuple[str, int]]) -> bytes:
 class BlockHasher:
     """Hashes blocks of one model identity. Immutable; any thread.
 
-    ``bits`` < 256 cuts block hashes short, to prove that a collision is never taken for a hit. The root
-    stays whole: it stands for fields (salt, adapter) that are not compared otherwise.
+    ``bits`` < 256 cuts the hashes that blocks are found by, to prove that a collision is never taken for a
+    hit. Parents stay whole: they stand for what is not compared otherwise (salt, adapter, blocks before).
     """
 
     def __init__(self, identity: IdentityKey, block_size: int, *, bits: int = 256) -> None:
@@ -91,13 +93,19 @@ class BlockHasher:
         return digest.digest()
 
     def chain(self, parent: bytes, token_ids: Sequence[int], media: Sequence[tuple[str, int]]) -> bytes:
-        """Hash of one full block after ``parent`` (a root or a block hash).
+        """Hash of one full block after ``parent`` (a root or a ``digest``).
 
         Raises ValueError unless there are exactly ``block_size`` ids, each in 0 .. 2**32 - 1.
         """
         if len(token_ids) != self.block_size:
             raise ValueError(f"a block hash covers {self.block_size} token ids")
         return self._cut(_HASH(block_content(parent, token_ids, media)).digest())
+
+    def digest(
+        self, block_hash: bytes, parent: bytes, token_ids: Sequence[int], media: Sequence[tuple[str, int]]
+    ) -> bytes:
+        """The parent of what comes after a block with this hash and content, which is its whole hash."""
+        return _HASH(block_content(parent, token_ids, media)).digest() if self._is_cut else block_hash
 
     def prompt(
         self,
@@ -113,8 +121,9 @@ class BlockHasher:
         parent = self.root(cache_salt, adapter)
         for index, block_hash in enumerate(hashes):
             ids = tuple(token_ids[index * size : (index + 1) * size])
-            yield HashedBlock(block_hash, parent, ids, items.get(index, ()))
-            parent = block_hash
+            block = HashedBlock(block_hash, parent, ids, items.get(index, ()))
+            yield block
+            parent = self.digest(*block)
 
     def contents(
         self,
@@ -133,19 +142,16 @@ class BlockHasher:
             raise ValueError("token ids have 32 bits") from err
         parent = self.root(cache_salt, adapter)
         head, count, step = b"block" + _U32.pack(len(parent)), _U32.pack(size), 4 * size
-        after, special = b"block" + _U32.pack(self._num_bytes), self._is_cut or bool(items)
         hashes: list[bytes] = []
         contents: list[bytes] = []
         for at in range(0, len(packed), step):
             content = head + parent + count + packed[at : at + step]
-            if special:
+            if items:
                 content += _media_content(items.get(at // step, ()))
-                parent, head = self._cut(_HASH(content).digest()), after
-            else:
-                parent = _HASH(content).digest()
+            parent = _HASH(content).digest()
             hashes.append(parent)
             contents.append(content)
-        return hashes, contents
+        return [self._cut(digest) for digest in hashes] if self._is_cut else hashes, contents
 
     def _cut(self, digest: bytes) -> bytes:
         if not self._is_cut:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from shared.errors import InternalError, OutOfBlocks
 from shared.kv_cache.block_hash import BlockMedia
-from shared.kv_cache.ledger import LedgerEntry, NullLedger, in_prefix_order
+from shared.kv_cache.ledger import LedgerEntry, NullLedger
 from shared.telemetry import metrics
 
 _GENERATION_MASK = (1 << 64) - 1
@@ -45,54 +45,28 @@ class CacheObserver:
 class BlockKey:
     """What a published block holds: its hash and all that the hash was made of. Immutable.
 
-    ``before`` is the key of the block before it, if the publisher knew it. Two keys with equal hashes
-    are told apart by their token ids, and by those of the blocks before them.
+    ``parent`` is the whole digest of everything before the block: two keys with equal hashes are told apart
+    by it, by their token ids and their media.
     """
 
-    __slots__ = ("before", "block_hash", "media", "parent", "token_ids")
+    __slots__ = ("block_hash", "media", "parent", "token_ids")
 
     def __init__(
-        self,
-        block_hash: bytes,
-        parent: bytes,
-        token_ids: tuple[int, ...],
-        media: BlockMedia,
-        before: BlockKey | None = None,
+        self, block_hash: bytes, parent: bytes, token_ids: tuple[int, ...], media: BlockMedia
     ) -> None:
         self.block_hash = block_hash
         self.parent = parent
         self.token_ids = token_ids
         self.media = media
-        self.before = before
 
     @property
-    def fields(self) -> tuple[bytes, bytes, tuple[int, ...], BlockMedia, BlockKey | None]:
+    def fields(self) -> tuple[bytes, bytes, tuple[int, ...], BlockMedia]:
         """In the order in which ``publish`` and ``lookup`` take them."""
-        return self.block_hash, self.parent, self.token_ids, self.media, self.before
+        return self.block_hash, self.parent, self.token_ids, self.media
 
-    def matches(
-        self,
-        parent: bytes,
-        token_ids: Sequence[int],
-        media: Sequence[tuple[str, int]],
-        before: BlockKey | None,
-    ) -> bool:
-        """Whether this is that content; blocks further ahead are compared when ``before`` is given."""
-        return (
-            self.parent == parent
-            and self.token_ids == tuple(token_ids)
-            and self.media == tuple(media)
-            and (before is None or _same_prefix(self.before, before))
-        )
-
-
-def _same_prefix(a: BlockKey | None, b: BlockKey | None) -> bool:
-    # Equal contents share one key object while a block with them is published, so this mostly ends at once.
-    while a is not b:
-        if a is None or b is None or not a.matches(b.parent, b.token_ids, b.media, None):
-            return False
-        a, b = a.before, b.before
-    return True
+    def matches(self, parent: bytes, token_ids: Sequence[int], media: Sequence[tuple[str, int]]) -> bool:
+        """Whether this is that content."""
+        return self.parent == parent and self.token_ids == tuple(token_ids) and self.media == tuple(media)
 
 
 class BlockPool:
@@ -245,7 +219,6 @@ class BlockPool:
         parent: bytes,
         token_ids: Sequence[int],
         media: Sequence[tuple[str, int]] = (),
-        before: BlockKey | None = None,
     ) -> BlockKey:
         """Make a used, final block findable. Returns its key: the one of an earlier block with equal
         contents, if there is one; both stay findable, the earlier first. Publishing again is harmless;
@@ -254,13 +227,13 @@ class BlockPool:
             raise ValueError(f"block {block_id} is free or quarantined")
         own = self._keys[block_id]
         if own is not None:
-            if own.block_hash != block_hash or not own.matches(parent, token_ids, media, before):
+            if own.block_hash != block_hash or not own.matches(parent, token_ids, media):
                 raise ValueError(f"block {block_id} is published with other contents")
             return own
-        twin = self.lookup(block_hash, parent, token_ids, media, before)
+        twin = self.lookup(block_hash, parent, token_ids, media)
         key = None if twin is None else self._keys[twin]
         if key is None:
-            key = BlockKey(block_hash, parent, tuple(token_ids), tuple(media), before)
+            key = BlockKey(block_hash, parent, tuple(token_ids), tuple(media))
         self._keys[block_id] = key
         self._num_published += 1
         bucket = self._index.setdefault(block_hash, [])
@@ -276,12 +249,10 @@ class BlockPool:
         """Blocks, none of them ever allocated, hold these verified contents from an earlier life: they are
         found from now on, and free."""
         self._plain = [block_id for block_id in self._plain if block_id not in entries]
-        for block_id in in_prefix_order(entries):
-            entry = entries[block_id]
+        for block_id, entry in entries.items():
             self._refs[block_id] = 1
             self._checksums[block_id] = entry.checksums
-            before = next((self._keys[b] for b in self._index.get(entry.parent, ())), None)
-            self.publish(block_id, entry.block_hash, entry.parent, entry.token_ids, entry.media, before)
+            self.publish(block_id, entry.block_hash, entry.parent, entry.token_ids, entry.media)
             self.free((block_id,))
 
     def lookup(
@@ -290,15 +261,13 @@ class BlockPool:
         parent: bytes,
         token_ids: Sequence[int],
         media: Sequence[tuple[str, int]] = (),
-        before: BlockKey | None = None,
     ) -> int | None:
         """The first published block with these contents; it may be free (``share`` it before anything
-        else is allocated). With ``before`` (the key of the block before) the whole prefix is compared, not
-        only the parent's hash."""
+        else is allocated)."""
         found, collided = None, False
         for block_id in self._index.get(block_hash, ()):
             key = self._keys[block_id]
-            if key is not None and key.matches(parent, token_ids, media, before):
+            if key is not None and key.matches(parent, token_ids, media):
                 found = block_id
                 break
             collided = True

@@ -11,7 +11,6 @@ length, then that many bytes of msgpack.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 
 import msgspec
 from msgspec import Struct
@@ -94,18 +93,3 @@ def slot_bytes(block_size: int, num_heads: int) -> int:
     """Bytes for the record of a block of ``block_size`` tokens with a few media items, in lines of 64."""
     most = _HEAD.size + 2 * 34 + 5 * block_size + 9 * num_heads + _MAX_MEDIA * _MEDIA_BYTES + 32
     return -(-most // 64) * 64
-
-
-def in_prefix_order(entries: Mapping[int, LedgerEntry]) -> list[int]:
-    """The block ids, every block after the one before it in its chain, as far as that is there."""
-    children: dict[bytes, list[int]] = {}
-    hashes = {entry.block_hash for entry in entries.values()}
-    for block_id, entry in entries.items():
-        children.setdefault(entry.parent, []).append(block_id)
-    ordered: list[int] = []
-    parents = [parent for parent in children if parent not in hashes]
-    while parents:
-        for block_id in children.pop(parents.pop(), ()):
-            ordered.append(block_id)
-            parents.append(entries[block_id].block_hash)
-    return ordered

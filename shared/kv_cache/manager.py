@@ -121,18 +121,16 @@ class KVCacheManager:
                 break
             for table, block_id in zip(seq.tables, found, strict=True):
                 table.append(block_id)
-            # The stored key, not an equal new one: the next comparison of prefixes then ends at once.
-            seq.keys.append(self._pools[0].key(found[0]) or key)
+            seq.keys.append(key)
         for pool, table in zip(self._pools, seq.tables, strict=True):
             pool.share(table)
 
     def _key_at(self, seq: SequenceState, index: int) -> BlockKey:
         """What block ``index`` holds; the blocks before it have their keys."""
-        before = seq.keys[index - 1] if index else None
-        parent = seq.root if before is None else before.block_hash
+        parent = self._hasher.digest(*seq.keys[index - 1].fields) if index else seq.root
         ids = tuple(seq.token_ids[index * self._block_size : (index + 1) * self._block_size])
         media = seq.media.get(index, ())
-        return BlockKey(self._hasher.chain(parent, ids, media), parent, ids, media, before)
+        return BlockKey(self._hasher.chain(parent, ids, media), parent, ids, media)
 
     def append(self, key: str, token_ids: Iterable[int]) -> None:
         """Newly known tokens at the end of the history (never placeholders): they will be hashed."""
@@ -267,18 +265,16 @@ class KVCacheManager:
         return committed
 
     def _commit_block(self, committed: list[CommittedBlock], seq: SequenceState, index: int) -> None:
-        key = own = self._key_at(seq, index)
+        own = self._key_at(seq, index)
         start = segment_start(index)
         segment = own.block_hash if start == index else seq.keys[start].block_hash
         for group, (pool, table) in enumerate(zip(self._pools, seq.tables, strict=True)):
             block_id = table[index]
             if self._prefix_caching and not pool.is_held(block_id):
-                stored = pool.publish(block_id, *own.fields)
-                key = stored if group == 0 else key
+                pool.publish(block_id, *own.fields)
             ref = self._ref(pool, block_id)
-            fields = own.fields[:4]
-            committed.append(CommittedBlock(group, index, block_id, *fields, ref, segment, seq.tenant))
-        seq.keys.append(key)
+            committed.append(CommittedBlock(group, index, block_id, *own.fields, ref, segment, seq.tenant))
+        seq.keys.append(own)
 
     def committed(self, key: str, group: int, first: int, count: int) -> list[BlockRef]:
         """References to blocks first .. first + count - 1 of the table: committed ones, or a sealed tail.

@@ -47,7 +47,9 @@ Global___BlockMedia: _TypeAlias = BlockMedia  # noqa: Y015
 
 @_typing.final
 class BlockKey(_message.Message):
-    """What a full block holds: its place in the hash chain and the content the hash stands for."""
+    """What a full block holds: its place in the hash chain and the content the hash stands for. "parent" is the
+    whole digest of everything before the block.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

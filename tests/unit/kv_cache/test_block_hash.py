@@ -119,6 +119,16 @@ def test_every_placeholder_position_is_named_by_its_block(
 
 
 @pytest.mark.parametrize("bits", [256, 250, 8])
+def test_a_parent_is_the_whole_digest_of_all_that_is_before(bits: int) -> None:
+    whole = list(make_hasher().prompt(range(20), (MediaItem("a", 3, 3),)))
+    cut = list(make_hasher(bits=bits).prompt(range(20), (MediaItem("a", 3, 3),)))
+    assert [block.parent for block in cut] == [block.parent for block in whole]
+    assert [block.parent for block in whole[1:]] == [block.block_hash for block in whole[:-1]]
+    hasher = make_hasher(bits=bits)
+    assert [hasher.digest(*block) for block in cut] == [block.block_hash for block in whole]
+
+
+@pytest.mark.parametrize("bits", [256, 250, 8])
 def test_contents_are_what_the_hashes_of_a_prompt_are_made_of(bits: int) -> None:
     hasher = BlockHasher(IDENTITY, 4, bits=bits)
     media = (MediaItem("aa", 3, 6), MediaItem("bb", 14, 1))

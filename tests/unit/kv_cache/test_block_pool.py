@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.errors import InternalError, OutOfBlocks
-from shared.kv_cache.block_pool import BlockKey, BlockPool, CacheObserver
+from shared.kv_cache.block_pool import BlockPool, CacheObserver
 
 IDS = (1, 2)
 
@@ -123,19 +123,6 @@ def test_lookup_compares_contents_not_only_the_hash() -> None:
     assert [pool.lookup(b"same", *content) for content in contents] == blocks
     assert pool.lookup(b"same", b"p", (1, 2), (("mm", -1),)) is None
     assert pool.lookup(b"other", *contents[0]) is None
-
-
-def test_lookup_compares_the_whole_prefix_when_it_is_given() -> None:
-    pool = BlockPool(4)
-    blocks = pool.allocate(2)
-    heads = [BlockKey(b"weak", b"root", (head, head), ()) for head in (1, 2)]
-    for block, head in zip(blocks, heads, strict=True):
-        pool.publish(block, b"tail", b"weak", IDS, (), head)
-    for block, head in zip(blocks, heads, strict=True):
-        equal = BlockKey(*head.fields)
-        assert pool.lookup(b"tail", b"weak", IDS, (), equal) == block
-    assert pool.lookup(b"tail", b"weak", IDS, (), BlockKey(b"weak", b"root", (3, 3), ())) is None
-    assert pool.lookup(b"tail", b"weak", IDS, (), BlockKey(b"weak", b"salt", (1, 1), ())) is None
 
 
 @pytest.mark.parametrize("gone", [0, 1])

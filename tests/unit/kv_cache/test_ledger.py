@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.kv_cache.block_pool import BlockPool
-from shared.kv_cache.ledger import Ledger, LedgerEntry, in_prefix_order, slot_bytes
+from shared.kv_cache.ledger import Ledger, LedgerEntry, slot_bytes
 
 BLOCK_SIZE, HEADS, BLOCKS = 4, 2, 6
 SLOT = slot_bytes(BLOCK_SIZE, HEADS)
@@ -57,12 +57,6 @@ def test_slots_are_bounded() -> None:
         Ledger(memoryview(bytearray(SLOT)), 2, SLOT)
 
 
-@given(order=st.permutations(range(5)))
-def test_prefixes_come_first(order: list[int]) -> None:
-    chain = {n: entry(n, bytes([n - 1]) * 32 if n else b"root") for n in range(5)}
-    assert in_prefix_order({n: chain[n] for n in order}) == list(range(5))
-
-
 class Pool:
     """A pool that writes its ledger, and the next life's pool over the same memory."""
 
@@ -71,11 +65,11 @@ class Pool:
         self.generations = [0] * BLOCKS
         self.pool = BlockPool(BLOCKS, self.generations, ledger=self.ledger)
 
-    def publish(self, number: int, parent: bytes = b"root", before: object = None) -> int:
+    def publish(self, number: int, parent: bytes = b"root") -> int:
         [block_id] = self.pool.allocate(1)
         wanted = entry(number, parent)
         self.pool.set_checksums(block_id, wanted.checksums)
-        self.pool.publish(block_id, wanted.block_hash, parent, wanted.token_ids, (), before)  # type: ignore[arg-type]
+        self.pool.publish(block_id, wanted.block_hash, parent, wanted.token_ids)
         return block_id
 
     def next_life(self) -> BlockPool:
@@ -87,18 +81,18 @@ class Pool:
         return pool
 
 
-def found(pool: BlockPool, number: int, parent: bytes = b"root", before: object = None) -> int | None:
+def found(pool: BlockPool, number: int, parent: bytes = b"root") -> int | None:
     wanted = entry(number, parent)
-    return pool.lookup(wanted.block_hash, parent, wanted.token_ids, (), before)  # type: ignore[arg-type]
+    return pool.lookup(wanted.block_hash, parent, wanted.token_ids)
 
 
 def test_the_next_life_finds_a_whole_prefix_again() -> None:
     world = Pool()
     first = world.publish(1)
-    second = world.publish(2, entry(1).block_hash, world.pool.key(first))
+    second = world.publish(2, entry(1).block_hash)
     pool = world.next_life()
     assert found(pool, 1) == first
-    assert found(pool, 2, entry(1).block_hash, pool.key(first)) == second
+    assert found(pool, 2, entry(1).block_hash) == second
     assert pool.num_free == BLOCKS and pool.checksums(second) == entry(2).checksums
 
 

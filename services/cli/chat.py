@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
             except ServerSaid as error:
                 messages.pop()
                 print(f"({error.message})", file=sys.stderr)
+            except KeyboardInterrupt:  # in mid-answer: that answer is not wanted, the conversation is
+                messages.pop()
+                print("\n(stopped)", file=sys.stderr)
     return 0
 
 

@@ -13,11 +13,15 @@ from pathlib import Path
 from shared.errors import ConfigError
 
 _MAX_HEADER_BYTES = 100 << 20
+_PICTURES = "preprocessor_config.json"
 
 
-def check_files(path: Path) -> None:
-    """Raises ConfigError that lists what is missing or cut off. For directories with weights."""
+def check_files(path: Path, *, sees: bool = False) -> None:
+    """Raises ConfigError that lists what is missing or cut off. For directories with weights; ``sees``: of a
+    model that reads pictures."""
     problems = [*_tokenizer(path / "tokenizer.json"), *_weights(path)]
+    if sees and not (path / _PICTURES).exists():
+        problems.append(f"there is no {_PICTURES}, which says how pictures are prepared")
     if problems:
         raise ConfigError(f"model {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
@@ -40,7 +44,10 @@ def _weights(path: Path) -> Iterator[str]:
         yield "there are no weights (*.safetensors)"
     index = path / "model.safetensors.index.json"
     if index.exists():
-        missing = [name for name in _named(index) if not (path / name).exists()]
+        named = _named(index)
+        if not named:
+            yield f"{index.name} names no files"
+        missing = [name for name in named if not (path / name).exists()]
         yield from (f"there is no {name}, which {index.name} names" for name in missing)
     for file in files:
         try:
@@ -56,7 +63,7 @@ def _named(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []  # a worker will say what is wrong with it
+        return []
 
 
 def _length(file: Path) -> int:

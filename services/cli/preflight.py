@@ -49,7 +49,7 @@ def check_weights(specs: Sequence[ProcessSpec]) -> None:
     """Raises ConfigError when a model's files are not there or not whole."""
     for model in dict.fromkeys(spec.config.model for spec in specs):
         if not _is_witness(model):
-            check_files(Path(model.path))
+            check_files(Path(model.path), sees=read_model(model).sees)
 
 
 def _is_witness(model: ModelConfig) -> bool:

@@ -27,7 +27,7 @@ from services.cli.topology import Topology
 from tests.chaos.cluster import Cluster, running
 from tests.chaos.http_client import begin_call, request_bytes
 from tests.chaos.ledger import percentile
-from tests.chaos.report import where_and_when
+from tests.provenance import where_and_when
 
 GOALS = {
     "ttft_added_ms": 5.0,

@@ -19,7 +19,7 @@ from services.cli.topology import HOST, LaunchOptions, PublicPorts, Topology
 from shared.clock import SystemEntropy
 from shared.config.services import ModelConfig
 from tests.bench.figures import ROOT
-from tests.chaos.report import where_and_when
+from tests.provenance import where_and_when
 
 #: Where built models are; the bench's own state lies beside them.
 STATE = StateDir(ROOT / ".triptych")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +11,8 @@ from typing import Any
 from tests.chaos.controls import Control
 from tests.chaos.ledger import percentile
 from tests.chaos.scenario import Outcome
+from tests.provenance import ROOT, where_and_when
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -61,20 +57,6 @@ def save(outcome: Outcome, controls: Sequence[Control], path: Path) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def where_and_when() -> dict[str, Any]:
-    """Date, commit and machine of a measurement."""
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _commit(),
-        "machine": {
-            "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-        },
-    }
-
-
 def _figures(outcome: Outcome) -> dict[str, Any]:
     endings = Counter(record.ending or "none" for record in outcome.seen)
     rules = Counter(violation.rule for violation in outcome.violations)
@@ -112,17 +94,3 @@ def _fault_rows(outcome: Outcome) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

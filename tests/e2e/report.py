@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.e2e.cells import Cell
-from tests.e2e.prompts import ROOT
 from tests.e2e.reference import TOLERANCE, TOP
+from tests.provenance import where_and_when
 
 
 def show(cells: Sequence[Cell], seconds: float) -> None:
@@ -50,16 +46,7 @@ def write(path: Path, model: str, prompts: int, tokens: int, cells: Sequence[Cel
     """Write the run as JSON."""
     record = {
         "bench": "parity",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": _commit(),
-        "machine": {
-            "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "torch": metadata.version("torch"),
-            "transformers": metadata.version("transformers"),
-        },
+        **where_and_when(torch=metadata.version("torch"), transformers=metadata.version("transformers")),
         "model": model,
         "prompts": prompts,
         "tokens": tokens,
@@ -83,16 +70,3 @@ def write(path: Path, model: str, prompts: int, tokens: int, cells: Sequence[Cel
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _commit() -> str:
-    argv = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

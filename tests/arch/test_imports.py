@@ -115,4 +115,4 @@ def test_torch_is_a_dependency_of_workers_only() -> None:
     with_torch = {
         role for role, needs in roles.items() if any(n.startswith(("torch", "triton")) for n in needs)
     }
-    assert with_torch == {"worker"}
+    assert with_torch == {"worker", "triton"}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from tests.bench.gpu import gather
+from tests.bench.gpu import attention, gather
 
-PARTS: dict[str, Callable[[], list[tuple[str, float, str]]]] = {"gather": gather.measure}
+PARTS: dict[str, Callable[[], list[tuple[str, float, str]]]] = {
+    "gather": gather.measure,
+    "attention": attention.measure,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

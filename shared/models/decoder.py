@@ -14,7 +14,7 @@ from shared.kernels.batch import Batch, Heads, PagedKV
 from shared.kernels.decoder import DecoderLayers
 from shared.layers.rotary import RotaryEmbedding, frequencies, stretch_long_waves
 from shared.layers.vocabulary import Vocabulary
-from shared.models.config import ModelConfig, RopeConfig
+from shared.models.config import ModelConfig
 from shared.models.weights import DecoderWeights
 
 
@@ -31,7 +31,7 @@ class Decoder:
         )
         self._layers = DecoderLayers(weights.layers, groups, heads)
         self._vocabulary = Vocabulary(weights.embed_VE, weights.head_VE, weights.norm_E, config.rms_norm_eps)
-        self._rotary = RotaryEmbedding(_frequencies(config.rope, config.head_dim))
+        self._rotary = RotaryEmbedding(frequencies_of(config))
 
     @property
     def batch_invariant(self) -> bool:
@@ -55,8 +55,9 @@ class Decoder:
         return self._vocabulary.logits(x_RE)
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    freq_D = frequencies(head_dim, rope.theta)
+def frequencies_of(config: ModelConfig) -> torch.Tensor:
+    """Angle per position of each pair of a head, scaled as configured; [half of the head dimension]."""
+    rope, freq_D = config.rope, frequencies(config.head_dim, config.rope.theta)
     if rope.kind == "linear":
         return freq_D / rope.factor
     if rope.kind == "llama3":

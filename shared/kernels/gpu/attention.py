@@ -2,17 +2,22 @@
 
 The same two calls as ``shared.kernels.attention``, whose twins are their references. Queries of one kv head
 share its K and V: a program takes a few tokens of one row with all query heads of one kv head. A token's
-bits (in bfloat16) depend on its own query and its row's KV alone, however the row is cut into steps: keys are visited in
-tiles that begin at multiples of TILE_KEYS, and a tile with nothing visible changes nothing.
+bits (in bfloat16) depend on its own query and its row's KV alone, however the row is cut into steps: keys
+are visited in tiles that begin at multiples of TILE_KEYS, and one with nothing visible changes nothing.
 
 Shapes as in ``shared.kernels.batch``; N = tiles of queries, G = query heads of a kv head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from shared.kernels.batch import Batch, Heads, PagedKV
 
@@ -32,7 +37,8 @@ def rotary_store(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
 ) -> None:
-    """See ``shared.kernels.attention.rotary_store``. Arithmetic in float32, rounded once."""
+    """See ``shared.kernels.attention.rotary_store``. Arithmetic in float32, rounded once. A token at a
+    negative position is passed over: padding."""
     if not batch.num_tokens:
         return
     data, normed = kv.data_BKL2SD[:, :, layer], q_norm_D is not None
@@ -83,6 +89,9 @@ def _rotary_store(
 ):  # fmt: skip
     """One token and one kv head a program, with the query heads of that head."""
     token, head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + token)
+    if position < 0:
+        return
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
     c = tl.load(cos + token * (DIM // 2) + half, mask=inside, other=0)
@@ -93,7 +102,6 @@ def _rotary_store(
         a, b = _rotated(at, q_norm, c, s, half, inside, eps, scale, DIM, NORMED)
         tl.store(at + half, a, mask=inside)
         tl.store(at + DIM // 2 + half, b, mask=inside)
-    position = tl.load(positions + token)
     block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_stride + position // BLOCK)
     slot = data + block.to(tl.int64) * block_stride + head * head_stride + position % BLOCK * DIM
     at = qkv + (KV_HEADS * GROUP + head) * DIM
@@ -108,12 +116,12 @@ def _rotary_store(
     tl.store(slot + DIM // 2 + half, tl.load(at + DIM // 2 + half, mask=inside), mask=inside)
 
 
-def query_tiles(batch: Batch, heads: Heads) -> torch.Tensor:
-    """Int32 [N, 2]: first token and number of tokens of each tile, on the host."""
+def query_tiles(starts: Sequence[int], heads: Heads) -> NDArray[np.int32]:
+    """[N, 2]: first token and number of tokens of each tile of a batch with these ``starts``."""
     most = tokens_of_a_tile(heads)
-    runs = zip(batch.starts, batch.starts[1:], strict=False)
+    runs = pairwise(starts)
     tiles = [(at, min(most, last - at)) for first, last in runs for at in range(first, last, most)]
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
+    return np.array(tiles, np.int32).reshape(-1, 2)
 
 
 def tokens_of_a_tile(heads: Heads) -> int:
@@ -132,8 +140,8 @@ def attention(
     *,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """See ``shared.kernels.attention.attention``. ``tiles_N2``: ``query_tiles`` of the batch, on the device.
-    ``soft_cap`` > 0: scores are ``cap * tanh(score / cap)`` (Gemma 2)."""
+    """See ``shared.kernels.attention.attention``. ``tiles_N2``: ``query_tiles`` of ``batch.starts``,
+    on the device. ``soft_cap`` > 0: scores are ``cap * tanh(score / cap)`` (Gemma 2)."""
     out = torch.empty(batch.num_tokens, heads.num_heads * heads.dim, dtype=qkv_TW.dtype, device=qkv_TW.device)
     if not len(tiles_N2):
         return out
@@ -216,6 +224,8 @@ def _attention(
     token_M, group_M = tl.arange(0, ROWS) // PACK, tl.arange(0, ROWS) % PACK
     used_M = (token_M < count) & (group_M < GROUP)
     start = tl.load(positions + first)
+    if start < 0:
+        return
     at_M = start + tl.minimum(token_M, count - 1)
     stop = start + count
     dim = tl.arange(0, DIMS)

@@ -40,7 +40,7 @@ def measure() -> list[tuple[str, float, str]]:
     rows = []
     for count, past, new in CASES:
         batch, kv = paged(count, past, new)
-        tiles = query_tiles(batch, HEADS).cuda()
+        tiles = torch.from_numpy(query_tiles(batch.starts, HEADS)).cuda()
         qkv = torch.randn(count * new, HEADS.qkv_width, device="cuda").bfloat16()
         flops = 4.0 * HEADS.num_heads * HEADS.dim * count * new * (past + (new + 1) / 2)
         ways = {"paged": lambda b=batch, k=kv, t=tiles, x=qkv: attention(x, HEADS, b, k, 3, t)}

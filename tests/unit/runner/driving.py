@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from shared.models import weights
 from shared.models.config import ModelConfig
 from shared.models.registry import load_config
-from shared.runner.kv_tensors import EmbeddingMemory
+from shared.models.tensor_file import write_tensors
+from shared.runner.base import Runner
+from shared.runner.kv_tensors import EmbeddingMemory, kv_tensor
 from shared.runner.model_runner import ModelRunner
 from shared.step import LAST_SAMPLED, MediaRows, NewRow, RowStep, StepPlan, StepResult
 from shared.types.request import SamplingParams
@@ -34,17 +38,18 @@ class Driver:
         self.extent = self.spec.groups[0].extent_bytes(block_size)
         self.per_row = self.spec.num_blocks_for(max_len)
         self.memory = bytearray(b"\xff" * (self.extent * max_rows * self.per_row))  # all NaN
-        self.runner = ModelRunner(
-            config,
-            weights_path,
-            self.spec,
-            [memoryview(self.memory)],
-            embeddings,
-            max_rows=max_rows,
-            max_model_len=max_len,
-            num_threads=num_threads,
+        self.runner = self.make_runner(
+            weights_path, embeddings, max_rows=max_rows, max_model_len=max_len, num_threads=num_threads
         )
         self.steps = 0
+
+    def make_runner(
+        self, weights_path: Path, embeddings: EmbeddingMemory | None, *, num_threads: int, **limits: int
+    ) -> Runner:
+        memory = [memoryview(self.memory)]
+        return ModelRunner(
+            self.config, weights_path, self.spec, memory, embeddings, num_threads=num_threads, **limits
+        )
 
     @classmethod
     def of(cls, model_dir: Path, cache_dir: Path, **options: object) -> Driver:
@@ -104,3 +109,34 @@ class Driver:
 
     def close(self) -> None:
         self.runner.close()
+
+
+class GpuDriver(Driver):
+    """The same over a GPU's runner: on the GPU, or, its kernels interpreted, over the memory of the CPU."""
+
+    def make_runner(
+        self, weights_path: Path, embeddings: EmbeddingMemory | None, *, num_threads: int, **limits: int
+    ) -> Runner:
+        from shared.models.gpu_decoder import place
+        from shared.runner.gpu.device import CudaDevice, HostDevice
+        from shared.runner.gpu.runner import GpuRunner
+
+        device = CudaDevice() if torch.cuda.is_available() else HostDevice()
+        kv = [kv_tensor(memoryview(self.memory), self.spec.groups[0], self.spec.block_size).to(device.device)]
+        placed = place(weights.load(weights_path, self.config), device.device, torch.float32)
+        return GpuRunner(self.config, placed, self.spec, kv, device, embeddings, **limits)
+
+
+def random_weights(config: ModelConfig, path: Path) -> Path:
+    """Prepared weights of a tied model without biases, drawn from torch's generator; written to ``path``."""
+    e, i, d = config.hidden_size, config.intermediate_size, config.head_dim
+    width, q = (config.num_heads + 2 * config.num_kv_heads) * d, config.num_heads * d
+    shapes = {"qkv": (width, e), "o": (e, q), "gate_up": (2 * i, e), "down": (e, i)}
+    shapes |= {"embed": (config.vocab_size, e), "q_norm": (d,), "k_norm": (d,)}
+    tensors = {}
+    for name, _ in weights._sources(config):
+        shape = shapes.get(name.split(".")[-1], (e,))
+        scale = 1.0 if len(shape) == 1 else 0.5
+        tensors[name] = (torch.float32, [torch.randn(shape) * scale])
+    write_tensors(path, tensors)
+    return path

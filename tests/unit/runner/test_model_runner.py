@@ -13,12 +13,11 @@ from shared.kernels import library
 from shared.kernels.checksum import head_checksums
 from shared.models import weights
 from shared.models.config import ModelConfig, RopeConfig
-from shared.models.tensor_file import write_tensors
 from shared.runner.kv_tensors import EmbeddingMemory
 from shared.runner.model_runner import ModelRunner
 from shared.step import LAST_SAMPLED, BlockCopy, BlockSeal, MediaRows, RowStep, StepPlan
 from shared.types.request import MediaItem, SamplingParams
-from tests.unit.runner.driving import Driver
+from tests.unit.runner.driving import Driver, random_weights
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -43,17 +42,7 @@ SAMPLED = SamplingParams(max_tokens=64, temperature=1.0, seed=5, logprobs=3)
 @pytest.fixture(scope="module")
 def weights_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    tensors = {}
-    for name, (source, *_) in weights._sources(CONFIG):
-        e, i, w = CONFIG.hidden_size, CONFIG.intermediate_size, 8 * CONFIG.head_dim
-        shapes = {"embed": (104, e), "qkv": (w, e), "o": (e, 64), "gate_up": (2 * i, e), "down": (e, i)}
-        shape = shapes.get(name.split(".")[-1], (e,))
-        scale = 1.0 if len(shape) == 1 else 0.5
-        tensors[name] = (torch.float32, [torch.randn(shape) * scale])
-        assert source.startswith("model.")
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    write_tensors(path, tensors)
-    return path
+    return random_weights(CONFIG, tmp_path_factory.mktemp("weights") / "tiny.safetensors")
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def attend(
     case: Case, batch: Batch | None = None, qkv: torch.Tensor | None = None, **options: float
 ) -> torch.Tensor:
     batch = case.batch if batch is None else batch
-    tiles = query_tiles(batch, case.heads).to(DEVICE)
+    tiles = torch.from_numpy(query_tiles(batch.starts, case.heads)).to(DEVICE)
     return attention(case.qkv if qkv is None else qkv, case.heads, batch, case.kv, 1, tiles, **options)
 
 
@@ -96,6 +96,6 @@ def test_a_token_s_bits_do_not_depend_on_how_its_row_is_cut(geometry: dict) -> N
 
 def test_tiles_cover_every_token_once() -> None:
     case = make_case(5, [(0, 200), (3, 1), (0, 64)], heads=(8, 2, 16))
-    tiles = query_tiles(case.batch, case.heads).tolist()
+    tiles = query_tiles(case.batch.starts, case.heads).tolist()
     assert [t for first, count in tiles for t in range(first, first + count)] == list(range(265))
     assert max(count for _, count in tiles) == tokens_of_a_tile(case.heads) == 32

@@ -1,0 +1,161 @@
+"""The rows of a GPU runner: block tables and last tokens on the device, histories on the host.
+
+Owns how a plan's rows become the tensors of a step: packed on the host, copied in one piece, and taken apart
+there. A row keeps its index from its NewRow to its free. Owns no KV memory and no policy.
+
+Shapes: T = tokens, N = tiles of queries, S = sampled rows, R = rows, G = KV groups, M = blocks of a table,
+A = media tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.runner.gpu.device import Device
+from shared.runner.kv_tensors import packed_rows
+from shared.sampling.row import SamplerRow, is_plain_greedy
+from shared.step import NewRow, RowStep
+
+#: First tokens and counts of the tiles of a step whose rows begin at these tokens.
+Tiling = Callable[[Sequence[int]], NDArray[np.int32]]
+
+
+@dataclass
+class _Row:
+    new: NewRow
+    history: list[int]
+    media: tuple[tuple[int, torch.Tensor], ...]  # (first placeholder position, embedding rows)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step, on the device but for ``starts`` and ``rows``. ``sampled_from_S`` is the token whose logits
+    each of ``rows`` uses; media tensors index tokens and rows of the embedding memory, on the host."""
+
+    token_ids_T: torch.Tensor
+    rows_T: torch.Tensor
+    positions_T: torch.Tensor
+    tiles_N2: torch.Tensor
+    sampled_from_S: torch.Tensor
+    sample_rows_S: torch.Tensor
+    starts: tuple[int, ...]
+    rows: tuple[int, ...]
+    media_tokens_A: torch.Tensor | None = None
+    media_rows_A: torch.Tensor | None = None
+
+
+class DeviceRows:
+    """Rows 0 .. ``max_rows`` - 1 with tables of ``max_blocks`` blocks in each of ``num_groups`` groups."""
+
+    def __init__(
+        self,
+        device: Device,
+        num_groups: int,
+        max_rows: int,
+        max_blocks: int,
+        eos_token_ids: tuple[int, ...],
+        rows_per_block: int,
+        tiling: Tiling,
+    ) -> None:
+        self._device = device
+        self.tables_GRM = torch.zeros(
+            num_groups, max_rows, max_blocks, dtype=torch.int32, device=device.device
+        )
+        self.last_R = torch.zeros(max_rows, dtype=torch.int32, device=device.device)
+        self._rows: dict[int, _Row] = {}
+        self._eos_token_ids = eos_token_ids
+        self._rows_per_block = rows_per_block
+        self._tiling = tiling
+
+    def add(self, new: NewRow) -> None:
+        """Take a row in; it replaces whatever the index held."""
+        media = tuple(
+            (m.item.offset, packed_rows(m.block_ids, m.item.num_tokens, self._rows_per_block))
+            for m in new.media
+        )
+        self._rows[new.row] = _Row(new, list(new.token_ids), media)
+
+    def free(self, row: int) -> None:
+        """Forget a row; an unknown index is ignored."""
+        self._rows.pop(row, None)
+
+    def prepare(self, steps: Sequence[RowStep]) -> StepInputs:
+        """Update the block tables and bring a step's inputs to the device; ``steps`` is not empty."""
+        counts = [len(step.token_ids) for step in steps]
+        starts = (0, *accumulate(counts))
+        rows = tuple(row for step in steps for row in step.sample_rows)
+        places, blocks = self._new_blocks(steps)
+        parts = (
+            np.array([token for step in steps for token in step.token_ids], np.int32),
+            np.repeat(np.array([step.row for step in steps], np.int32), counts),
+            _positions(steps, counts, starts),
+            self._tiling(starts).reshape(-1),
+            np.repeat(np.array(starts[1:], np.int32) - 1, [len(step.sample_rows) for step in steps]),
+            np.array(rows, np.int32),
+            places,
+            blocks,
+        )
+        on_device = torch.split(self._device.upload(np.concatenate(parts)), [len(part) for part in parts])
+        token_ids, rows_T, positions, tiles, sampled_from, sample_rows, where, what = on_device
+        if len(places):
+            self.tables_GRM.view(-1).index_copy_(0, where.long(), what)
+        media = self._media(steps, starts)
+        return StepInputs(
+            token_ids, rows_T, positions, tiles.view(-1, 2), sampled_from, sample_rows, starts, rows, *media
+        )
+
+    def _new_blocks(self, steps: Sequence[RowStep]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Flat places in ``tables_GRM``, and the blocks that belong there."""
+        _, num_rows, length = self.tables_GRM.shape
+        places: list[int] = []
+        blocks: list[int] = []
+        for step in steps:
+            for group, ids in enumerate(step.blocks):
+                if ids:
+                    at = (group * num_rows + step.row) * length + step.block_start
+                    places += range(at, at + len(ids))
+                    blocks += ids
+        return np.array(places, np.int32), np.array(blocks, np.int32)
+
+    def _media(
+        self, steps: Sequence[RowStep], starts: Sequence[int]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Tokens of the step that are placeholders, and their rows of the embedding memory."""
+        tokens: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
+        for step, base in zip(steps, starts, strict=False):
+            for offset, embedding_rows in self._rows[step.row].media:
+                first = max(step.first, offset)
+                last = min(step.first + len(step.token_ids), offset + len(embedding_rows))
+                if first < last:
+                    tokens.append(torch.arange(first, last) - step.first + base)
+                    rows.append(embedding_rows[first - offset : last - offset])
+        return (torch.cat(tokens), torch.cat(rows)) if tokens else (None, None)
+
+    def sampler_rows(self, rows: Sequence[int]) -> list[SamplerRow]:
+        """What sampling needs of these rows; valid until the next ``append``."""
+        states = [self._rows[row] for row in rows]
+        return [
+            SamplerRow(s.new.sampling, s.new.choice, s.history, s.new.num_prompt_tokens, self._eos_token_ids)
+            for s in states
+        ]
+
+    def are_plain(self, rows: Sequence[int]) -> bool:
+        """Whether each of these rows simply wants its likeliest token."""
+        return all(is_plain_greedy(self._rows[row].new.sampling) for row in rows)
+
+    def append(self, row: int, token_id: int) -> None:
+        """The next token of a row that is not plain: what penalties and the random position need. (The
+        history of a plain row is never read.)"""
+        self._rows[row].history.append(token_id)
+
+
+def _positions(steps: Sequence[RowStep], counts: Sequence[int], starts: Sequence[int]) -> NDArray[np.int32]:
+    first = np.array([step.first for step in steps], np.int32) - np.array(starts[:-1], np.int32)
+    return (np.repeat(first, counts) + np.arange(starts[-1])).astype(np.int32)

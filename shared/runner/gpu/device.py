@@ -32,6 +32,10 @@ class Device(ABC):
         """These values on the device, for work that is launched from now on; ``values`` is free at once."""
 
     @abstractmethod
+    def upload_into(self, target: torch.Tensor, values: NDArray[np.int32]) -> None:
+        """As ``upload``, into memory that is there, of the shape of ``values``."""
+
+    @abstractmethod
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
         """Begin to copy what work launched so far makes of these; they must not change until it is there."""
 
@@ -43,6 +47,9 @@ class HostDevice(Device):
 
     def upload(self, values: NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(values.copy())
+
+    def upload_into(self, target: torch.Tensor, values: NDArray[np.int32]) -> None:
+        target.copy_(torch.from_numpy(values))
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
         return _Here(tensors)
@@ -64,10 +71,10 @@ class CudaDevice(Device):
         self._leaving = torch.cuda.Stream(self.device)
 
     def upload(self, values: NDArray[np.int32]) -> torch.Tensor:
-        # Pinned memory comes from torch's cache, which keeps it until the copy out of it has run.
-        pinned = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
-        pinned.numpy()[:] = values
-        return pinned.to(self.device, non_blocking=True)
+        return _pinned(values).to(self.device, non_blocking=True)
+
+    def upload_into(self, target: torch.Tensor, values: NDArray[np.int32]) -> None:
+        target.copy_(_pinned(values), non_blocking=True)
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
         self._leaving.wait_stream(torch.cuda.current_stream(self.device))
@@ -80,6 +87,13 @@ class CudaDevice(Device):
             arrived = torch.cuda.Event()
             arrived.record(self._leaving)
         return _Arriving(copies, arrived)
+
+
+def _pinned(values: NDArray[np.int32]) -> torch.Tensor:
+    """A copy in pinned memory; torch's cache keeps that until a copy out of it has run."""
+    pinned = torch.empty(values.shape, dtype=torch.int32, pin_memory=True)
+    pinned.numpy()[:] = values
+    return pinned
 
 
 class _Arriving(Download):

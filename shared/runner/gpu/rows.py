@@ -22,6 +22,8 @@ from shared.runner.kv_tensors import packed_rows
 from shared.sampling.row import SamplerRow, is_plain_greedy
 from shared.step import NewRow, RowStep
 
+#: Row and position of what fills a step up.
+PADDING = -1
 #: First tokens and counts of the tiles of a step whose rows begin at these tokens.
 Tiling = Callable[[Sequence[int]], NDArray[np.int32]]
 
@@ -86,11 +88,10 @@ class DeviceRows:
         self._rows.pop(row, None)
 
     def prepare(self, steps: Sequence[RowStep]) -> StepInputs:
-        """Update the block tables and bring a step's inputs to the device; ``steps`` is not empty."""
+        """Bring a step's inputs to the device, after ``update_tables``; ``steps`` is not empty."""
         counts = [len(step.token_ids) for step in steps]
         starts = (0, *accumulate(counts))
         rows = tuple(row for step in steps for row in step.sample_rows)
-        places, blocks = self._new_blocks(steps)
         parts = (
             np.array([token for step in steps for token in step.token_ids], np.int32),
             np.repeat(np.array([step.row for step in steps], np.int32), counts),
@@ -98,20 +99,16 @@ class DeviceRows:
             self._tiling(starts).reshape(-1),
             np.repeat(np.array(starts[1:], np.int32) - 1, [len(step.sample_rows) for step in steps]),
             np.array(rows, np.int32),
-            places,
-            blocks,
         )
         on_device = torch.split(self._device.upload(np.concatenate(parts)), [len(part) for part in parts])
-        token_ids, rows_T, positions, tiles, sampled_from, sample_rows, where, what = on_device
-        if len(places):
-            self.tables_GRM.view(-1).index_copy_(0, where.long(), what)
+        token_ids, rows_T, positions, tiles, sampled_from, sample_rows = on_device
         media = self._media(steps, starts)
         return StepInputs(
             token_ids, rows_T, positions, tiles.view(-1, 2), sampled_from, sample_rows, starts, rows, *media
         )
 
-    def _new_blocks(self, steps: Sequence[RowStep]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Flat places in ``tables_GRM``, and the blocks that belong there."""
+    def update_tables(self, steps: Sequence[RowStep]) -> None:
+        """Bring the blocks that are new in these rows to the device."""
         _, num_rows, length = self.tables_GRM.shape
         places: list[int] = []
         blocks: list[int] = []
@@ -121,7 +118,29 @@ class DeviceRows:
                     at = (group * num_rows + step.row) * length + step.block_start
                     places += range(at, at + len(ids))
                     blocks += ids
-        return np.array(places, np.int32), np.array(blocks, np.int32)
+        if places:
+            where, what = self._device.upload(np.array([places, blocks], np.int32).reshape(-1)).chunk(2)
+            self.tables_GRM.view(-1).index_copy_(0, where.long(), what)
+
+    def is_decode(self, steps: Sequence[RowStep]) -> bool:
+        """Whether each row has one token and wants the next, and nothing of it comes from media."""
+        return all(
+            len(step.token_ids) == 1
+            and step.sample_rows == (step.row,)
+            and step.first >= self._rows[step.row].new.num_prompt_tokens
+            for step in steps
+        )
+
+    @staticmethod
+    def decode_inputs(steps: Sequence[RowStep], size: int) -> NDArray[np.int32]:
+        """[3, size]: token, row and position of each row of a decode step, and padding at position -1."""
+        values = np.full((3, size), PADDING, np.int32)
+        values[:, : len(steps)] = [
+            [step.token_ids[0] for step in steps],
+            [step.row for step in steps],
+            [step.first for step in steps],
+        ]
+        return values
 
     def _media(
         self, steps: Sequence[RowStep], starts: Sequence[int]

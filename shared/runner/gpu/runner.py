@@ -25,7 +25,8 @@ from shared.models.gpu_decoder import GpuDecoder
 from shared.models.weights import DecoderWeights
 from shared.runner.base import PendingStep, Runner
 from shared.runner.gpu.device import Device, Download
-from shared.runner.gpu.rows import DeviceRows, StepInputs
+from shared.runner.gpu.graphs import decode_steps
+from shared.runner.gpu.rows import DeviceRows
 from shared.runner.kv_tensors import EmbeddingMemory
 from shared.sampling.device import sample_batch
 from shared.step import BlockSeal, RowStep, StepPlan, StepResult
@@ -71,6 +72,7 @@ class GpuRunner(Runner):
             for tensor, tables, group in zip(kv, self._rows.tables_GRM, spec.groups, strict=True)
         ]
         self._decoder = GpuDecoder(config, weights, groups)
+        self._decode = decode_steps(self._decoder, self._rows, device, max_rows)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -89,6 +91,12 @@ class GpuRunner(Runner):
         self._kv.clear()
 
     def _compute(self, steps: Sequence[RowStep]) -> _Sampled:
+        self._rows.update_tables(steps)
+        if self._rows.is_decode(steps):
+            decoded = self._decode(steps)
+            if decoded is not None:
+                rows = tuple(step.row for step in steps)
+                return self._finished(rows, decoded.rows_S, decoded.logits_SV, decoded.tokens_S)
         inputs = self._rows.prepare(steps)
         x_TE = self._decoder.embed(inputs.token_ids_T, inputs.rows_T, self._rows.last_R)
         if self._embeddings is not None and inputs.media_tokens_A is not None:
@@ -97,19 +105,25 @@ class GpuRunner(Runner):
         normed_TE = self._decoder.forward(
             x_TE, inputs.rows_T, inputs.positions_T, inputs.starts, inputs.tiles_N2
         )
-        return self._sample(inputs, normed_TE) if inputs.rows else _Sampled()
-
-    def _sample(self, inputs: StepInputs, normed_TE: torch.Tensor) -> _Sampled:
+        if not inputs.rows:
+            return _Sampled()
         logits_SV = self._decoder.logits(normed_TE[inputs.sampled_from_S])
-        if self._rows.are_plain(inputs.rows):
-            return _Sampled(inputs.rows, likeliest(logits_SV, inputs.sample_rows_S, self._rows.last_R))
-        samples = sample_batch(logits_SV.float(), self._rows.sampler_rows(inputs.rows))
-        for row, token_id in zip(inputs.rows, samples.token_ids, strict=True):
+        tokens_S = likeliest(logits_SV, inputs.sample_rows_S, self._rows.last_R)
+        return self._finished(inputs.rows, inputs.sample_rows_S, logits_SV, tokens_S)
+
+    def _finished(
+        self, rows: tuple[int, ...], rows_S: torch.Tensor, logits_SV: torch.Tensor, tokens_S: torch.Tensor
+    ) -> _Sampled:
+        """``tokens_S`` are the likeliest ones, and ``last_R`` has them: right unless a row wants more."""
+        if self._rows.are_plain(rows):
+            return _Sampled(rows, tokens_S)
+        samples = sample_batch(logits_SV.float(), self._rows.sampler_rows(rows))
+        for row, token_id in zip(rows, samples.token_ids, strict=True):
             if token_id >= 0:
                 self._rows.append(row, token_id)
-        tokens_S = torch.tensor(samples.token_ids, dtype=torch.int32, device=normed_TE.device)
-        self._rows.last_R.index_copy_(0, inputs.sample_rows_S.long(), tokens_S)
-        return _Sampled(inputs.rows, tokens_S, tuple(samples.logprobs))
+        tokens_S = torch.tensor(samples.token_ids, dtype=torch.int32, device=logits_SV.device)
+        self._rows.last_R.index_copy_(0, rows_S.long(), tokens_S)
+        return _Sampled(rows, tokens_S, tuple(samples.logprobs))
 
     def _checksums(self, group: int, seals: Sequence[BlockSeal]) -> torch.Tensor:
         """int64 [N, kv_head] of the group's sealed blocks."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from tests.bench.gpu import attention, gather
+from tests.bench.gpu import attention, gather, steps
 
 PARTS: dict[str, Callable[[], list[tuple[str, float, str]]]] = {
     "gather": gather.measure,
     "attention": attention.measure,
+    "steps": steps.measure,
 }
 
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for part in args.only:
         for name, value, note in PARTS[part]():
-            print(f"{part}: {name}: {value:.1f} ({note})", flush=True)
+            print(f"{part}: {name}: {value:.4g} ({note})", flush=True)
     return 0
 
 

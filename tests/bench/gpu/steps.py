@@ -1,0 +1,134 @@
+"""Steps of the runner itself, host work and all: decode steps one behind the other, prefill by the chunk."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+
+from shared.runner.gpu.device import CudaDevice
+from shared.runner.gpu.runner import GpuRunner
+from shared.step import LAST_SAMPLED, NewRow, RowStep, StepPlan
+from shared.types.kv import KVCacheSpec
+from shared.types.request import SamplingParams
+from tests.bench.gpu.shape import QWEN3_8B, random_weights
+
+BLOCK, MAX_ROWS, POOL = 16, 256, 20480
+GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
+#: (rows, context) and (rows, tokens).
+DECODE = ((1, 512), (16, 512), (64, 512), (256, 512), (32, 8192))
+PREFILL = ((1, 512), (1, 2048), (1, 8192), (16, 4096))
+CHUNK = 8192
+
+
+class Bench:
+    """A runner of the 8B shape over 48 GB of KV."""
+
+    def __init__(self) -> None:
+        spec = QWEN3_8B.kv_cache_spec(BLOCK)
+        spec = KVCacheSpec(BLOCK, tuple(replace_dtype(group) for group in spec.groups))
+        kv = torch.empty(POOL, 8, 36, 2, BLOCK, 128, dtype=torch.bfloat16, device="cuda")
+        for first in range(0, POOL, 512):
+            kv[first : first + 512].normal_()
+        began = time.perf_counter()
+        self.runner = GpuRunner(
+            QWEN3_8B,
+            random_weights(QWEN3_8B),
+            spec,
+            [kv],
+            CudaDevice(),
+            max_rows=MAX_ROWS,
+            max_model_len=8192 + 512,
+        )
+        torch.cuda.synchronize()
+        self.build_s = time.perf_counter() - began
+        self.free = torch.randperm(POOL).tolist()
+        self.steps = 0
+
+    def rows(self, count: int, past: int, room: int) -> StepPlan:
+        """A plan that makes rows with blocks for ``past`` tokens and more, computing nothing."""
+        per_row = -(-(past + room) // BLOCK)
+        return StepPlan(
+            0,
+            free_rows=tuple(range(MAX_ROWS)),
+            new_rows=tuple(NewRow(r, f"r{r}", 0, (1,) * 4, 1, GREEDY) for r in range(count)),
+        ), [tuple(self.free[r * per_row : (r + 1) * per_row]) for r in range(count)]  # type: ignore[return-value]
+
+    def decode(self, count: int, context: int, num_steps: int) -> float:
+        """Median milliseconds from one result to the next."""
+        plan, tables = self.rows(count, context, num_steps + 64)  # type: ignore[misc]
+        self.runner.execute(plan).result()
+        times = []
+        pending = None
+        for n in range(num_steps):
+            rows = tuple(
+                RowStep(
+                    r, context + n, (5 if not n else LAST_SAMPLED,), 0, (tables[r] if not n else (),), (r,)
+                )
+                for r in range(count)
+            )
+            launched = self.runner.execute(StepPlan(n, rows=rows))
+            if pending is not None:
+                pending.result()
+                times.append(time.perf_counter())
+            pending = launched
+        assert pending is not None
+        pending.result()
+        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        return statistics.median(gaps[len(gaps) // 3 :]) * 1e3
+
+    def prefill(self, count: int, tokens: int) -> float:
+        """Tokens a second, best of three."""
+        best = 0.0
+        for _ in range(3):
+            plan, tables = self.rows(count, tokens, 1)  # type: ignore[misc]
+            self.runner.execute(plan).result()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            pending = [self.runner.execute(plan) for plan in chunks(count, tokens, tables)]
+            for step in pending:
+                step.result()
+            best = max(best, count * tokens / (time.perf_counter() - began))
+        return best
+
+
+def replace_dtype(group):  # type: ignore[no-untyped-def]
+    from msgspec import structs
+
+    return structs.replace(group, dtype="bfloat16")
+
+
+def chunks(count: int, tokens: int, tables: list[tuple[int, ...]]) -> Iterator[StepPlan]:
+    """Steps of at most CHUNK tokens, several short prompts in one."""
+    together = max(1, CHUNK // tokens)
+    for first in range(0, count, together):
+        for at in range(0, tokens, CHUNK):
+            stop = min(tokens, at + CHUNK)
+            yield StepPlan(
+                first,
+                rows=tuple(
+                    RowStep(
+                        r,
+                        at,
+                        (7,) * (stop - at),
+                        0,
+                        (tables[r] if not at else (),),
+                        (r,) if stop == tokens else (),
+                    )
+                    for r in range(first, min(count, first + together))
+                ),
+            )
+
+
+def measure() -> list[tuple[str, float, str]]:
+    """Milliseconds a decode step, tokens a second of prefill."""
+    bench = Bench()
+    rows = [("weights, graphs", bench.build_s, "s")]
+    for count, context in DECODE:
+        num_steps = 200 if count < 256 else 300
+        rows.append((f"decode {count} @ {context}", bench.decode(count, context, num_steps), "ms a step"))
+    for count, tokens in PREFILL:
+        rows.append((f"prefill {count} x {tokens}", bench.prefill(count, tokens), "tokens/s"))
+    return rows

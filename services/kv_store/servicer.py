@@ -70,7 +70,9 @@ class StoreService:
         store = self._kv[1]
         return await _answer(lambda done: store.offer(producer, blocks, done))
 
-    async def lookup(self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey]) -> StoreHit:
+    async def lookup(
+        self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey], tenant: str = ""
+    ) -> StoreHit:
         if self._kv is None and blocks and self._accepts(identity, layout):
             # A hash covers the identity and a record's key the layout: what is found is of this very kind.
             key = record_key("kv", _stored(layout), blocks[0].group, blocks[0].block_hash)
@@ -79,7 +81,7 @@ class StoreService:
         if self._kv is None or identity != self._kv[0]:
             return kv_store.MISS
         store = self._kv[1]
-        return await _answer(lambda done: store.lookup(layout, blocks, done))
+        return await _answer(lambda done: store.lookup(layout, blocks, done, tenant))
 
     def _open(self, identity: IdentityKey, layout: LayoutSpec) -> None:
         self._kv = identity, self._opener.kv(identity, _stored(layout))

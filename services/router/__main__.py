@@ -27,6 +27,7 @@ from shared.config.services import RegistryConfig, RouterConfig
 from shared.errors import ConfigError
 from shared.registry.base import Registry
 from shared.registry.memory import MemoryRegistry
+from shared.routing.stores import KnownStores
 from shared.rpc.control import ControlServicer
 from shared.rpc.inference import InferenceServicer
 from shared.rpc.server import RpcServer
@@ -67,14 +68,15 @@ async def _serve(config: RouterConfig) -> None:
         metrics = MetricsServer(config.server.metrics_host, config.server.metrics_port)
         metrics_port = metrics.start()
         stack.callback(metrics.close)
-        control = RouterControl(dispatcher.workers, local, remote, config.registry.heartbeat_s)
+        stores = KnownStores(clock, config.registry.ttl_s)
+        control = RouterControl(dispatcher.workers, stores, local, remote, config.registry.heartbeat_s)
         rpc, grpc_port = await _rpc_server(config, dispatcher, control)
         stack.push_async_callback(rpc.stop, GRACE_S)
         gateway = _gateway(config, dispatcher)
         http_port = gateway.start(config.http.host, config.http.port)
         stack.push_async_callback(gateway.stop)
         ticking = asyncio.create_task(dispatcher.run())
-        polling = asyncio.create_task(_poll(dispatcher, remote, config.registry.heartbeat_s))
+        polling = asyncio.create_task(_poll(control, config.registry.heartbeat_s))
         stack.callback(ticking.cancel)
         stack.callback(polling.cancel)
         log.info(
@@ -141,10 +143,10 @@ def _gateway(config: RouterConfig, dispatcher: Dispatcher) -> GatewayServer:
     return GatewayServer(dispatcher, limits)
 
 
-async def _poll(dispatcher: Dispatcher, registry: Registry, every_s: float) -> None:
-    """Find workers that announced themselves elsewhere."""
+async def _poll(control: RouterControl, every_s: float) -> None:
+    """Find workers and stores that announced themselves elsewhere."""
     while True:
-        await dispatcher.workers.poll(registry)
+        await control.poll()
         await asyncio.sleep(every_s)
 
 

@@ -256,8 +256,8 @@ class WorkerConfig:
     """An encoder, prefill or decode worker.
 
     ``routers`` are the gRPC addresses to announce itself to. ``kv_stores`` are those of the stores, besides
-    which the worker uses the stores that its routers list; a segment of blocks is kept by ``store_replicas``
-    of them.
+    which the worker uses the stores that its routers list; a segment of blocks, or an item's embeddings, is
+    kept by ``store_replicas`` of them.
     """
 
     model: ModelConfig

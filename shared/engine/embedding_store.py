@@ -2,17 +2,15 @@
 instead of encoded again; what was encoded is offered.
 
 Owns when the store is asked, and what becomes of its answers. A store that is slow, gone or of another mind
-is a miss. Engine thread, but for ``RemoteEmbeddingCalls``.
+is a miss. Engine thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from shared.clock import Clock
 from shared.engine.desk import PullDesk
 from shared.engine.inbox import Inbox
 from shared.engine.observe import observe_pull
@@ -20,23 +18,17 @@ from shared.engine.tier_costs import TierCosts
 from shared.errors import OutOfBlocks, TriptychError
 from shared.kv_cache.block_pool import BlockPool
 from shared.kv_cache.encoder_cache import EncoderCache
-from shared.rpc.kv_store import KvStoreStub
 from shared.telemetry import metrics
-from shared.telemetry.logs import get_logger
-from shared.tiering.rendezvous import ranked
+from shared.tiering.embedding_pool import FoundEmbedding
+from shared.tiering.nodes import NodeLease
 from shared.transfer.handoff import BlockPull, PackedCheck, Pull, PullOutcome
-from shared.types.identity import IdentityKey
-from shared.types.store import EmbeddingHit, EmbeddingKey
+from shared.types.store import EmbeddingKey
 from shared.types.transfer import AgentInfo, BlockRef, EcTransferParams
-
-_log = get_logger(__name__)
 
 #: The cache user that stands for what is coming from the store, and for what it is reading.
 _STORE = "kv_store"
 #: Offers under way; more are left out.
 MAX_OFFERS = 64
-#: After a failure a store is left alone for so long.
-PAUSE_S = 1.0
 _NO_SALT = hashlib.sha256(b"").digest()
 
 
@@ -59,12 +51,14 @@ class EmbeddingLink:
 
 
 class EmbeddingCalls(Protocol):
-    """The store's RPCs as calls that answer by callback, in any thread."""
+    """The stores' RPCs as calls that answer by callback, in any thread. ``usable``: any store answers."""
 
+    @property
+    def usable(self) -> bool: ...
     def lookup(
-        self, key: EmbeddingKey, rows_per_block: int, done: Callable[[EmbeddingHit], None]
+        self, key: EmbeddingKey, rows_per_block: int, done: Callable[[FoundEmbedding], None]
     ) -> None: ...
-    def release(self, key: EmbeddingKey, lease_id: str) -> None: ...
+    def release(self, lease: NodeLease) -> None: ...
     def offer(self, key: EmbeddingKey, params: EcTransferParams, done: Callable[[], None]) -> None: ...
 
 
@@ -83,7 +77,7 @@ class EmbeddingFormat(Protocol):
 
 
 class RemoteEmbeddingLink(EmbeddingLink):
-    """Talks to a kv_store. An mm_hash covers the media's bytes, the processor and the tenant's salt."""
+    """Talks to the kv_stores. An mm_hash covers the media's bytes, the processor and the tenant's salt."""
 
     def __init__(
         self,
@@ -119,15 +113,15 @@ class RemoteEmbeddingLink(EmbeddingLink):
         except TriptychError:  # the preparer says what is wrong with it
             then(False)
             return
-        if not self._costs.prefers_loading(key.num_rows):
+        if not (self._calls.usable and self._costs.prefers_loading(key.num_rows)):
             then(False)
             return
         metrics.EMBEDDING_STORE_QUERIES.inc()
         asked_at = self._costs.now()
 
-        def answered(hit: EmbeddingHit) -> None:
+        def answered(found: FoundEmbedding) -> None:
             seconds = self._costs.now() - asked_at
-            self._inbox.post(lambda: self._found(mm_hash, key, hit, seconds, then))
+            self._inbox.post(lambda: self._found(mm_hash, key, found, seconds, then))
 
         self._calls.lookup(key, self._form.rows_per_block, answered)
 
@@ -136,7 +130,7 @@ class RemoteEmbeddingLink(EmbeddingLink):
         if entry is None:
             return
         self._costs.stepped(entry.num_rows, seconds)
-        if self._num_offers >= MAX_OFFERS:
+        if not self._calls.usable or self._num_offers >= MAX_OFFERS:
             self._cache.release(mm_hash, _STORE)
             return
         self._num_offers += 1
@@ -174,19 +168,19 @@ class RemoteEmbeddingLink(EmbeddingLink):
         self,
         mm_hash: str,
         key: EmbeddingKey,
-        hit: EmbeddingHit,
+        found: FoundEmbedding,
         lookup_s: float,
         then: Callable[[bool], None],
     ) -> None:
-        params = hit.params
+        params = found.params
         if params is None or not self._is_sound(key, params):
-            self._give_back(key, hit)
+            self._give_back(found)
             then(False)
             return
         try:
             entry = self._cache.allocate(mm_hash, key.num_rows, _STORE)
         except OutOfBlocks:
-            self._give_back(key, hit)
+            self._give_back(found)
             then(False)
             return
         remote = zip(params.block_ids, params.generations, entry.block_ids, strict=True)
@@ -194,7 +188,7 @@ class RemoteEmbeddingLink(EmbeddingLink):
 
         def landed(outcome: PullOutcome) -> None:
             observe_pull("embedding", outcome)
-            self._give_back(key, hit)
+            self._give_back(found)
             good = all(outcome.ok)
             if good:
                 self._cache.commit(mm_hash, params.checksum)
@@ -225,85 +219,6 @@ class RemoteEmbeddingLink(EmbeddingLink):
             key.dtype,
         ) and len(params.block_ids) == len(params.generations) == num_blocks
 
-    def _give_back(self, key: EmbeddingKey, hit: EmbeddingHit) -> None:
-        if hit.lease_id:
-            self._calls.release(key, hit.lease_id)
-
-
-class RemoteEmbeddingCalls:
-    """Implements EmbeddingCalls over the stores at ``addresses``, each of which has its own keys; lives on
-    ``event_loop``. Every failure is a miss, and pauses that store. The callbacks always come."""
-
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        identity: IdentityKey,
-        clock: Clock,
-        event_loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._stubs = {address: KvStoreStub(address) for address in addresses}
-        self._paused_until = dict.fromkeys(addresses, 0.0)
-        self._identity = identity
-        self._clock = clock
-        self._event_loop = event_loop
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def lookup(self, key: EmbeddingKey, rows_per_block: int, done: Callable[[EmbeddingHit], None]) -> None:
-        async def call(stub: KvStoreStub) -> None:
-            hit = EmbeddingHit()
-            try:
-                hit = await stub.lookup_embedding(self._identity, key, rows_per_block)
-            finally:
-                done(hit)
-
-        self._run(key, call, lambda: done(EmbeddingHit()))
-
-    def release(self, key: EmbeddingKey, lease_id: str) -> None:
-        async def call(stub: KvStoreStub) -> None:
-            await stub.release((lease_id,))
-
-        self._run(key, call, lambda: None)
-
-    def offer(self, key: EmbeddingKey, params: EcTransferParams, done: Callable[[], None]) -> None:
-        async def call(stub: KvStoreStub) -> None:
-            try:
-                await stub.offer_embedding(self._identity, key, params)
-            finally:
-                done()
-
-        self._run(key, call, done)
-
-    async def close(self) -> None:
-        """Cancel what is under way and close the connections."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for stub in self._stubs.values():
-            await stub.close()
-
-    def _run(
-        self,
-        key: EmbeddingKey,
-        call: Callable[[KvStoreStub], Coroutine[Any, Any, None]],
-        otherwise: Callable[[], None],
-    ) -> None:
-        """Begin a call to the key's store; ``otherwise`` when there is none to be asked."""
-
-        async def guarded(address: str) -> None:
-            try:
-                await call(self._stubs[address])
-            except TriptychError as error:
-                _log.warning("the kv_store does not answer", node=address, code=error.code)
-                self._paused_until[address] = self._clock.now() + PAUSE_S
-
-        def begin() -> None:
-            now = self._clock.now()
-            live = [address for address, until in self._paused_until.items() if now >= until]
-            if not live:
-                otherwise()
-                return
-            task = self._event_loop.create_task(guarded(ranked(live, key.media_hash)[0]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        self._event_loop.call_soon_threadsafe(begin)
+    def _give_back(self, found: FoundEmbedding) -> None:
+        if found.lease is not None:
+            self._calls.release(found.lease)

@@ -22,9 +22,8 @@ from shared.config.services import TelemetryConfig, WorkerConfig
 from shared.engine.backend import Backend, load_backend
 from shared.engine.build import Environment, build_token_engine, max_model_len
 from shared.engine.build_encoder import build_encoder_engine
-from shared.engine.embedding_store import RemoteEmbeddingCalls
 from shared.engine.port import Core, EnginePort
-from shared.engine.store_calls import RemoteStoreCalls
+from shared.engine.store_calls import RemoteEmbeddingCalls, RemoteStoreCalls
 from shared.engine.thread import STATUS_INTERVAL_S
 from shared.failpoints import Failpoints
 from shared.rpc.control import Announcer, ControlClient
@@ -33,9 +32,10 @@ from shared.rpc.worker_stream import WorkerServicer
 from shared.telemetry.http import MetricsServer
 from shared.telemetry.logs import configure, get_logger
 from shared.telemetry.tracing import Tracer, build_tracer
-from shared.tiering.membership import Membership
+from shared.tiering.embedding_pool import EmbeddingPool
+from shared.tiering.membership import Membership, Nodes
 from shared.tiering.pool import StorePool
-from shared.tiering.remote import KvStoreClient
+from shared.tiering.remote import EmbeddingClient, KvStoreClient
 from shared.transfer.agent import TransferAgent
 from shared.transfer.arena import Arena
 from shared.transfer.factory import make_backends
@@ -169,7 +169,7 @@ def _token_worker(host: Host) -> Built:
 
 def _store_calls(host: Host) -> RemoteStoreCalls | None:
     config = host.config
-    if not (config.kv_stores or config.routers):
+    if not _may_have_stores(config):
         return None
     identity, layout = host.backend.identity, host.backend.layout(config.kv.block_size)
     pool = StorePool(
@@ -177,18 +177,34 @@ def _store_calls(host: Host) -> RemoteStoreCalls | None:
         config.kv_stores,
         config.store_replicas,
     )
+    return RemoteStoreCalls(pool, _membership(host, pool), host.agent_info, host.event_loop)
+
+
+def _embedding_calls(host: Host) -> RemoteEmbeddingCalls | None:
+    config, identity = host.config, host.backend.identity
+    if not _may_have_stores(config):
+        return None
+    pool = EmbeddingPool(
+        lambda address: EmbeddingClient(address, identity), config.kv_stores, config.store_replicas
+    )
+    return RemoteEmbeddingCalls(pool, _membership(host, pool), host.event_loop)
+
+
+def _may_have_stores(config: WorkerConfig) -> bool:
+    return bool(config.kv_stores or config.routers)
+
+
+def _membership(host: Host, pool: Nodes) -> Membership:
+    config = host.config
     routers = [ControlClient(address) for address in config.routers]
-    membership = Membership(pool, config.kv_stores, routers, identity.model)
+    membership = Membership(pool, config.kv_stores, routers, host.backend.identity.model)
     membership.start()
-    return RemoteStoreCalls(pool, membership, host.agent_info, host.event_loop)
+    return membership
 
 
 def _encoder(host: Host) -> Built:
     config, environment = host.config, host.environment
-    calls = None
-    if config.kv_stores:
-        identity, clock = host.backend.identity, environment.clock
-        calls = RemoteEmbeddingCalls(config.kv_stores, identity, clock, host.event_loop)
+    calls = _embedding_calls(host)
     engine = build_encoder_engine(
         config, host.backend, environment, host.event_loop, host.agent_info, host.fatal, calls
     )

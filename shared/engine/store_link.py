@@ -18,6 +18,7 @@ from shared.scheduler.sequence import Sequence
 from shared.telemetry import metrics
 from shared.tiering.pool import NO_HIT, PoolHit
 from shared.transfer.handoff import PullOutcome
+from shared.types.store import tenant_of
 
 
 class StoreLink:
@@ -40,7 +41,9 @@ class StoreCalls(Protocol):
 
     @property
     def usable(self) -> bool: ...
-    def lookup(self, wanted: tuple[WantedBlock, ...], done: Callable[[PoolHit], None]) -> None: ...
+    def lookup(
+        self, wanted: tuple[WantedBlock, ...], tenant: str, done: Callable[[PoolHit], None]
+    ) -> None: ...
     def release(self, hit: PoolHit) -> None: ...
     def offer(self, blocks: tuple[CommittedBlock, ...], done: Callable[[int], None]) -> None: ...
 
@@ -100,7 +103,8 @@ class RemoteStoreLink(StoreLink):
             seconds = self._costs.now() - asked_at
             self._inbox.post(lambda: self._found(sequence, first, seconds, hit, then))
 
-        self._calls.lookup(wanted_blocks(blocks, first, usable), answered)
+        tenant = tenant_of(request.cache_salt)
+        self._calls.lookup(wanted_blocks(blocks, first, usable), tenant, answered)
 
     def forget(self, sequence: Sequence) -> None:
         landing, hit = self._landings.pop(sequence.key, (None, NO_HIT))

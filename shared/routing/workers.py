@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from shared.clock import Clock
 from shared.config.services import RoutingConfig
 from shared.errors import TriptychError
-from shared.registry.base import Registry, RegistryUnavailable
 from shared.routing.policy import WorkerView
 from shared.telemetry import metrics
 from shared.telemetry.logs import get_logger
@@ -175,16 +174,6 @@ class WorkerPool:
         worker = self._workers.get(worker_id)
         if worker is not None and worker.info.incarnation == incarnation:
             self._lose(worker, "withdrawn")
-
-    async def poll(self, registry: Registry) -> None:
-        """Dial whom the registry knows. An unreachable registry is no news."""
-        try:
-            infos = await registry.workers()
-        except RegistryUnavailable:
-            logger.warning("registry unavailable")
-            return
-        for info in infos:
-            self.announced(info)
 
     def tick(self) -> None:
         """Judge liveness by silence and standstill; call a few times a second."""

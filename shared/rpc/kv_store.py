@@ -53,8 +53,11 @@ class KvStorePort(Protocol):
         store. The producer keeps them until then."""
         ...
 
-    async def lookup(self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey]) -> StoreHit:
-        """The longest stored prefix, pinned under a lease."""
+    async def lookup(
+        self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey], tenant: str = ""
+    ) -> StoreHit:
+        """The longest stored prefix, pinned under a lease. What has to be brought into memory for it counts
+        for the tenant."""
         ...
 
     async def offer_embedding(
@@ -107,6 +110,7 @@ class KvStoreServicer(kv_store_pb2_grpc.KvStoreServiceServicer):
             identity_from_wire(request.identity),
             layout_from_wire(request.layout),
             [_key_from_wire(key) for key in request.blocks],
+            checks.text("tenant", request.tenant, MAX_TENANT_CHARS),
         )
         return pb.LookupResponse(
             lease_id=hit.lease_id,
@@ -187,6 +191,7 @@ class KvStoreStub:
         identity: IdentityKey,
         layout: LayoutSpec,
         blocks: Sequence[BlockKey],
+        tenant: str = "",
         timeout_s: float = LOOKUP_S,
     ) -> StoreHit:
         """As KvStorePort.lookup; of each group in order from the first block on."""
@@ -194,6 +199,7 @@ class KvStoreStub:
             identity=identity_to_wire(identity),
             layout=layout_to_wire(layout),
             blocks=[_key_to_wire(key) for key in blocks],
+            tenant=tenant,
         )
         with typed_errors():
             reply = await self._stub.Lookup(request, timeout=timeout_s)

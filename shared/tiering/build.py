@@ -18,6 +18,7 @@ from shared.tiering.lower import LowerTiers, lower_tiers
 from shared.tiering.observe import TierMetrics
 from shared.tiering.offload import OffloadTier
 from shared.tiering.reactor import Reactor
+from shared.tiering.record import PayloadCheck, believe_payload, verify_payload
 
 _log = get_logger(__name__)
 
@@ -33,9 +34,10 @@ def open_lower_tiers(
     """The configured tiers, open; reads a disk tier's directory, which takes its time. Raises ConfigError."""
     tiers: list[OffloadTier] = []
     upkeep = []
+    check_payload = verify_payload if config.kv.verify else believe_payload
     try:
         if config.disk.path:
-            disk = _disk(config, clock, failpoints)
+            disk = _disk(config, clock, failpoints, check_payload)
             tiers.append(disk)
             upkeep.append(disk.reconcile)
         tiers += [_external(text) for text in config.tiers]
@@ -55,10 +57,11 @@ def open_lower_tiers(
         max_stores=config.lower.max_stores,
         num_remembered=_REMEMBERED,
         upkeep=upkeep,
+        check_payload=check_payload,
     )
 
 
-def _disk(config: StoreConfig, clock: Clock, failpoints: Failpoints) -> DiskTier:
+def _disk(config: StoreConfig, clock: Clock, failpoints: Failpoints, check_payload: PayloadCheck) -> DiskTier:
     capacity = config.disk.capacity_mb << 20
     policy = make_policy(config.disk.policy, capacity // _RECORD_BYTES)
     began = clock.now()
@@ -69,6 +72,7 @@ def _disk(config: StoreConfig, clock: Clock, failpoints: Failpoints) -> DiskTier
         clock=clock,
         failpoints=failpoints,
         observer=TierMetrics("disk"),
+        check_payload=check_payload,
     )
     _log.info("the disk tier is open", records=disk.num_records, seconds=round(clock.now() - began, 3))
     return disk

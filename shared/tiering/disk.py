@@ -18,7 +18,7 @@ from shared.failpoints import Failpoints
 from shared.telemetry.logs import get_logger
 from shared.tiering.disk_files import TEMP, Files, key_of, occupied, path_of
 from shared.tiering.disk_index import DiskIndex, Entry
-from shared.tiering.disk_io import Context, DiskPool, Inventory, Leave, Quarantine, Read, Task, Write
+from shared.tiering.disk_io import Context, DiskPool, Inventory, Leave, Quarantine, Read, Write
 from shared.tiering.disk_room import Room, WriteSwitch
 from shared.tiering.disk_scan import scan
 from shared.tiering.eviction import EvictionPolicy
@@ -31,7 +31,7 @@ from shared.tiering.offload import (
     StoreItem,
     TierObserver,
 )
-from shared.tiering.record import REASONS
+from shared.tiering.record import REASONS, PayloadCheck, verify_payload
 
 _log = get_logger(__name__)
 
@@ -77,6 +77,7 @@ class DiskTier(OffloadTier):
         num_readers: int = 4,
         num_writers: int = 4,
         max_quarantined: int = 16,
+        check_payload: PayloadCheck = verify_payload,
     ) -> None:
         if min(capacity_bytes, num_readers, num_writers) < 1 or max_quarantined < 0:
             raise ConfigError("a disk tier needs room and threads")
@@ -104,7 +105,7 @@ class DiskTier(OffloadTier):
         #: Bytes there will be when all that was decided is done.
         self._planned = self._index.held_bytes + quarantine.num_bytes + sum(self._strays.values())
         self._room = Room(capacity_bytes, self._planned)
-        at = Context(self._files, self._room, quarantine, clock)
+        at = Context(self._files, self._room, quarantine, clock, check_payload)
         self._readers = DiskPool(at, f"{name}-read", num_readers)
         self._writers = DiskPool(at, f"{name}-write", num_writers)
         self._writers.run(self._make_room(0))  # the bound may be lower than last time
@@ -290,8 +291,7 @@ class DiskTier(OffloadTier):
 
     def _take_in(self) -> None:
         leaves: list[Leave] = []
-        ended: list[Task] = [*self._readers.ended(), *self._writers.ended()]
-        for task in ended:
+        for task in (*self._readers.ended(), *self._writers.ended()):
             if isinstance(task, Read):
                 leaves += self._on_read(task)
             elif isinstance(task, Write):

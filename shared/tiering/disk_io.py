@@ -21,7 +21,7 @@ from shared.failpoints import FailpointError
 from shared.telemetry.logs import get_logger
 from shared.tiering.disk_files import FOLDERS, QUARANTINE, TEMP, Files, key_of, occupied, path_of
 from shared.tiering.disk_room import Room
-from shared.tiering.record import CorruptRecord, decode_header, verify_payload
+from shared.tiering.record import CorruptRecord, PayloadCheck, decode_header
 
 _log = get_logger(__name__)
 
@@ -34,6 +34,7 @@ class Context:
     room: Room
     quarantine: Quarantine
     clock: Clock
+    check_payload: PayloadCheck
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +125,7 @@ class Read(Task):
         record = decode_header(header)
         if record.key != self.key:
             raise CorruptRecord("key")
-        verify_payload(record, self.into)
+        at.check_payload(record, self.into)
         self.header = header
 
 

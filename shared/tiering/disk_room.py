@@ -103,7 +103,8 @@ class WriteSwitch:
         return was_on
 
     def ended(self, *, written: bool) -> None:
-        """A write ended without a fault of the medium; once one is written, writes are on."""
-        if written:
+        """A write ended without a fault of the medium; once a trial is written, writes are on. One that was
+        under way when an earlier one failed is no trial."""
+        if written and self._trying:
             self._delay_s = 0.0
         self._trying = False

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shared.tiering.disk_files import FOLDERS, Files, FileStat, key_of, occupied
+from shared.tiering.disk_files import FOLDERS, Files, FileStat, occupied, path_of
 from shared.tiering.record import ALIGNMENT, CorruptRecord, check_header, header_length
 
 #: Files whose first page is asked for ahead of its turn.
@@ -87,7 +87,7 @@ def _record(file: FileStat, fd: int) -> FoundRecord:
     if (length := header_length(header)) > len(header):
         header += os.pread(fd, length - len(header), len(header))
     key, payload_bytes = check_header(header)
-    if key != key_of(file.path):
+    if file.path != path_of(key):
         raise CorruptRecord("key")
     if file.nbytes != len(header) + payload_bytes:
         raise CorruptRecord("length")

@@ -288,7 +288,7 @@ class EmbeddingStore:
 
         def check(header: bytes) -> None:
             record = decode_header(header)
-            verify(record, payload, rows.content, self._identity, None)
+            verify(record, payload, rows.content, self._identity, None, lower.check_payload)
             at = 0
             for part in self._parts(rows):
                 part[:] = payload[at : at + part.nbytes]

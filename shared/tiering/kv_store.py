@@ -191,14 +191,21 @@ class KvStore:
     def _settled(self, landing: _Landing) -> None:
         self._cpu[landing.group].settle(landing.ids)
 
-    def lookup(self, layout: LayoutSpec, keys: Sequence[BlockKey], done: Callable[[StoreHit], None]) -> None:
+    def lookup(
+        self,
+        layout: LayoutSpec,
+        keys: Sequence[BlockKey],
+        done: Callable[[StoreHit], None],
+        tenant: str = "",
+    ) -> None:
         """Call ``done``, once, with the longest prefix that every group has, pinned until ``release`` or the
         lease's end: at once when memory decides it, else when lower tiers gave what they could. The keys of a
-        group are consecutive blocks, in order; their content is compared, not their hash alone."""
+        group are consecutive blocks, in order; their content is compared, not their hash alone. What is
+        loaded counts for ``tenant``."""
         self.expire()
         metrics.STORE_QUERIES.inc(len(keys))
         if self._fits(layout):
-            self._tiers.lookup(keys, lambda lease_id, pinned: done(self._hit(lease_id, pinned)))
+            self._tiers.lookup(keys, lambda lease_id, pinned: done(self._hit(lease_id, pinned)), tenant)
         else:
             done(MISS)
 

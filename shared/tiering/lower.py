@@ -11,12 +11,13 @@ from shared.tiering.demotion import Demotions
 from shared.tiering.offload import OffloadTier
 from shared.tiering.promotion import Promotions
 from shared.tiering.reactor import Reactor
+from shared.tiering.record import PayloadCheck, verify_payload
 
 
 @dataclass(frozen=True)
 class LowerTiers:
     """``deadline_s``: a look-up waits at most so long for records; what came by then counts. ``upkeep``: to
-    be done now and then, none of it waits."""
+    be done now and then, none of it waits. ``check_payload``: of what comes up."""
 
     chain: TierChain
     promotions: Promotions
@@ -24,6 +25,7 @@ class LowerTiers:
     reactor: Reactor
     deadline_s: float
     upkeep: tuple[Callable[[], None], ...] = ()
+    check_payload: PayloadCheck = verify_payload
 
 
 def lower_tiers(
@@ -36,6 +38,7 @@ def lower_tiers(
     max_stores: int,
     num_remembered: int,
     upkeep: Sequence[Callable[[], None]] = (),
+    check_payload: PayloadCheck = verify_payload,
 ) -> LowerTiers:
     """The machinery over ``tiers``, nearest first; over none it finds and keeps nothing."""
     chain = TierChain(tiers, reactor.post)
@@ -46,4 +49,5 @@ def lower_tiers(
         reactor=reactor,
         deadline_s=deadline_s,
         upkeep=tuple(upkeep),
+        check_payload=check_payload,
     )

@@ -7,11 +7,10 @@ away, so that with all of them down, and Redis behind them, a worker goes on wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from shared.errors import TriptychError
-from shared.tiering.pool import StorePool
 from shared.types.worker import WorkerInfo, WorkerStatus
 
 #: Between two rounds of asking.
@@ -28,12 +27,16 @@ class Router(Protocol):
     async def close(self) -> None: ...
 
 
+class Nodes(Protocol):
+    """Whose nodes are kept; see ``NodePool``."""
+
+    async def set_addresses(self, addresses: Iterable[str]) -> None: ...
+
+
 class Membership:
     """Keeps the pool's nodes: always the ``configured`` ones, and stores of ``model`` that routers list."""
 
-    def __init__(
-        self, pool: StorePool, configured: Sequence[str], routers: Sequence[Router], model: str
-    ) -> None:
+    def __init__(self, pool: Nodes, configured: Sequence[str], routers: Sequence[Router], model: str) -> None:
         self._pool = pool
         self._configured = tuple(configured)
         self._routers = tuple(routers)

@@ -1,40 +1,30 @@
-"""Several kv_store nodes as one pool: who is asked, who is offered what, and what their answers make.
+"""Several kv_store nodes as one pool of KV blocks: who is asked, who is offered what, and what their answers
+make.
 
-Owns placement over the nodes that answer, and the hit that is put together of several nodes' hits. A segment
-of blocks is kept by one node, or by two; a node that fails is passed over until it answers again. Which nodes
-there are is ``membership``'s; one node's trouble is ``remote``'s.
+Owns the hit that is put together of several nodes' hits. Placement, by segments of blocks, and the nodes
+themselves are ``nodes``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from shared.kv_cache.block_hash import HashedBlock
 from shared.kv_cache.manager import CommittedBlock
 from shared.kv_cache.segments import WantedBlock
-from shared.tiering.rendezvous import ranked
+from shared.tiering.nodes import Node, NodeLease, NodePool
 from shared.types.store import StoreHit
 from shared.types.transfer import AgentInfo, KvTransferParams
 
 
-class StoreNode(Protocol):
+class StoreNode(Node, Protocol):
     """One node; see ``KvStoreClient``. Trouble is a miss, never an error."""
 
-    @property
-    def paused(self) -> bool: ...
     async def offer(self, producer: AgentInfo, blocks: Sequence[CommittedBlock]) -> int: ...
-    async def lookup(self, wanted: Sequence[HashedBlock]) -> StoreHit: ...
+    async def lookup(self, wanted: Sequence[HashedBlock], tenant: str) -> StoreHit: ...
     async def release(self, lease_ids: Sequence[str]) -> None: ...
-    async def close(self) -> None: ...
-
-
-class NodeLease(NamedTuple):
-    """A lease, and the node that granted it."""
-
-    node: str
-    lease_id: str
 
 
 class PoolHit(NamedTuple):
@@ -57,44 +47,14 @@ class _Part(NamedTuple):
     offset: int
 
 
-class StorePool:
-    """Event loop only, but for ``usable``. ``connect`` makes the client of the node at an address."""
+class StorePool(NodePool[StoreNode]):
+    """See NodePool; keys are names of segments."""
 
-    def __init__(
-        self, connect: Callable[[str], StoreNode], addresses: Iterable[str], replicas: int = 1
-    ) -> None:
-        self._connect = connect
-        self._replicas = replicas
-        self._nodes = {address: connect(address) for address in addresses}
-        self._leaving: list[StoreNode] = []
-
-    @property
-    def addresses(self) -> frozenset[str]:
-        """The nodes there are, those that do not answer included."""
-        return frozenset(self._nodes)
-
-    @property
-    def usable(self) -> bool:
-        """Whether any node would be asked now. Any thread."""
-        return any(not node.paused for node in self._nodes.values())
-
-    async def set_addresses(self, addresses: Iterable[str]) -> None:
-        """These are the nodes from now on. Calls to those that go are waited for."""
-        wanted = dict.fromkeys(addresses)
-        before = self._nodes
-        # A new table, since other threads read the old one.
-        self._nodes = {address: before.get(address) or self._connect(address) for address in wanted}
-        gone = [node for address, node in before.items() if address not in wanted]
-        self._leaving += gone
-        for node in gone:
-            await node.close()
-            self._leaving.remove(node)
-
-    async def lookup(self, wanted: Sequence[WantedBlock]) -> PoolHit:
-        """The longest prefix of these consecutive blocks that the nodes hold. Each node is asked once for all
-        of its segments, all nodes at once; then the keepers of second copies for what was not found. A node
-        says nothing of what follows its first gap: where copies have gaps, the prefix may end at the second.
-        """
+    async def lookup(self, wanted: Sequence[WantedBlock], tenant: str = "") -> PoolHit:
+        """The longest prefix of a tenant's consecutive blocks that the nodes hold. Each node is asked once
+        for all of its segments, all nodes at once; then the keepers of second copies for what was not found.
+        A node says nothing of what follows its first gap: where copies have gaps, the prefix may end at the
+        second."""
         homes = {segment: self._homes(segment) for segment in dict.fromkeys(w.segment for w in wanted)}
         found: list[_Part | None] = [None] * len(wanted)
         leases: list[NodeLease] = []
@@ -104,7 +64,8 @@ class StorePool:
                 home = homes[block.segment]
                 if found[place] is None and rank < len(home):
                     places.setdefault(home[rank], []).append(place)
-            hits = await asyncio.gather(*(self._ask(node, wanted, asked) for node, asked in places.items()))
+            calls = (self._ask(node, [wanted[n] for n in asked], tenant) for node, asked in places.items())
+            hits = await asyncio.gather(*calls)
             for (node, asked), hit in zip(places.items(), hits, strict=True):
                 if hit.lease_id:
                     leases.append(NodeLease(node, hit.lease_id))
@@ -130,18 +91,9 @@ class StorePool:
         nodes = [(self._nodes.get(node), ids) for node, ids in by_node.items()]
         await asyncio.gather(*(node.release(ids) for node, ids in nodes if node is not None))
 
-    async def close(self) -> None:
-        """Close every node's client."""
-        await asyncio.gather(*(node.close() for node in (*self._nodes.values(), *self._leaving)))
-
-    def _homes(self, segment: bytes) -> list[str]:
-        """The nodes of a segment, of those that answer: the first is asked first."""
-        live = (address for address, node in self._nodes.items() if not node.paused)
-        return ranked(live, segment)[: self._replicas]
-
-    async def _ask(self, address: str, wanted: Sequence[WantedBlock], places: Sequence[int]) -> StoreHit:
+    async def _ask(self, address: str, wanted: Sequence[WantedBlock], tenant: str) -> StoreHit:
         node = self._nodes.get(address)
-        return StoreHit() if node is None else await node.lookup([wanted[place].block for place in places])
+        return StoreHit() if node is None else await node.lookup([want.block for want in wanted], tenant)
 
 
 def _joined(found: Sequence[_Part | None], leases: Sequence[NodeLease]) -> PoolHit:

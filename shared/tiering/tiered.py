@@ -23,7 +23,15 @@ from shared.tiering.leases import Pinned, PrefixLeases
 from shared.tiering.lower import LowerTiers
 from shared.tiering.offload import StoreItem
 from shared.tiering.promotion import Load
-from shared.tiering.record import KvRecord, Record, decode_header, encode_header, record_key, verify
+from shared.tiering.record import (
+    KvRecord,
+    PayloadCheck,
+    Record,
+    decode_header,
+    encode_header,
+    record_key,
+    verify,
+)
 from shared.transfer.arena import Arena
 from shared.types.identity import IdentityKey, LayoutSpec
 from shared.types.store import BlockKey
@@ -34,10 +42,11 @@ Answer = Callable[[str, Pinned], None]
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """A block that is being loaded, and the look-ups that wait for it."""
+    """A block that is being loaded, for whom, and the look-ups that wait for it."""
 
     key: BlockKey
     block_id: int
+    tenant: str
     waiting: list[_Search] = field(default_factory=list)
 
 
@@ -64,9 +73,10 @@ class KvTiers:
         self._queries = metrics.TIER_QUERIES.labels("cpu")
         self._hits = metrics.TIER_HITS.labels("cpu")
 
-    def lookup(self, keys: Sequence[BlockKey], done: Answer) -> None:
+    def lookup(self, keys: Sequence[BlockKey], done: Answer, tenant: str = "") -> None:
         """Lease the longest prefix of ``keys`` (of each group consecutive blocks, in order) that can be in
-        memory soon; ``done`` is called once."""
+        memory soon; ``done`` is called once. What is loaded for it counts for ``tenant``, who asks: a block's
+        hash covers the salt, so that nobody else can."""
         groups = self._leases.grouped(keys)
         found = self._leases.find(groups)
         self._queries.inc(sum(map(len, groups)))
@@ -74,7 +84,7 @@ class KvTiers:
         if self._lower.chain.is_empty or len(found[0]) == min(map(len, groups)):
             self._answer(groups, found, done)
             return
-        search = _Search(groups, len(found[0]), done)
+        search = _Search(groups, len(found[0]), done, tenant)
         self._keep(search, found)
         self._advance(search)
         if not search.over:
@@ -116,7 +126,7 @@ class KvTiers:
         rows, places = self._reachable(search)
         search.front += len(rows)
         self._keep_held(search, rows)
-        self._load(search, self._reserve(rows), places)
+        self._load(search, self._reserve(rows, search.tenant), places)
         if search.asked and not search.num_waiting:
             self._asking.append(search)
         elif not search.num_waiting:
@@ -136,7 +146,8 @@ class KvTiers:
         places: dict[bytes, int] = {}
         search.asked = False
         # Most prefixes end for good where memory's ends: the first row is asked for alone.
-        for window in (range(search.front, search.front + 1), range(search.front + 1, search.length)):
+        rest = range(search.front, search.length)
+        for window in (rest[:1], rest[1:]):
             asked = self._plausible(search, window, self._lower.promotions.room - len(places))
             wanted = [step.record_key for row in asked for step in row if step.is_missing]
             places.update(zip(wanted, self._lower.chain.where(wanted), strict=True))
@@ -174,8 +185,8 @@ class KvTiers:
                 step.coming.waiting.append(search)
                 search.num_waiting += 1
 
-    def _reserve(self, rows: Sequence[Sequence[_Step]]) -> list[_Step]:
-        """Give missing blocks room, as far as there is any in every group."""
+    def _reserve(self, rows: Sequence[Sequence[_Step]], tenant: str) -> list[_Step]:
+        """Give missing blocks room, as far as there is any for the tenant in every group."""
         per_group: list[list[_Step]] = [[] for _ in self._cpu]
         for position, row in enumerate(rows):
             for step in row:
@@ -184,7 +195,7 @@ class KvTiers:
                     per_group[step.group].append(step)
         end = len(rows)
         for tier, steps in zip(self._cpu, per_group, strict=True):
-            ids = tier.reserve(len(steps))
+            ids = tier.reserve(len(steps), tenant)
             for step, block_id in zip(steps, ids, strict=False):
                 step.reserved = block_id
             if len(ids) < len(steps):
@@ -200,11 +211,13 @@ class KvTiers:
     def _load(self, search: _Search, steps: Sequence[_Step], places: dict[bytes, int]) -> None:
         loads: list[tuple[int, Load]] = []
         for step in steps:
-            coming = _Coming(step.key, step.reserved, [search])
+            coming = _Coming(step.key, step.reserved, search.tenant, [search])
             self._coming[step.group, step.key.block_hash] = coming
             search.num_waiting += 1
             into = self._arena.block(step.group, step.reserved)
-            checker = _Checker(KvRecord.of(step.key), self._identity, self._layout, into)
+            checker = _Checker(
+                KvRecord.of(step.key), self._identity, self._layout, into, self._lower.check_payload
+            )
             landed = self._landing(step.group, coming, checker)
             loads.append((places[step.record_key], Load(step.record_key, into, checker.check, landed)))
         for index, part in groupby(loads, key=lambda load: load[0]):
@@ -219,7 +232,7 @@ class KvTiers:
         if checksums is None:
             tier.discard((coming.block_id,), late=False)
         else:
-            tier.commit((Filled(coming.block_id, key, checksums),))
+            tier.commit((Filled(coming.block_id, key, checksums, coming.tenant),))
             self._lower.demotions.known(_name(group, key))
         block_id = tier.find(key)
         for search in coming.waiting:
@@ -265,13 +278,15 @@ class KvTiers:
 
 
 class _Search:
-    """One look-up that is not decided by memory alone. ``front``: rows that need no more to be begun."""
+    """One look-up that is not decided by memory alone. ``length``: rows that memory could hold together;
+    ``front``: those that need no more to be begun."""
 
-    def __init__(self, groups: Sequence[Sequence[BlockKey]], front: int, done: Answer) -> None:
+    def __init__(self, groups: Sequence[Sequence[BlockKey]], front: int, done: Answer, tenant: str) -> None:
         self.groups = groups
-        self.length = min(map(len, groups))
+        self.length = min(map(_num_apart, groups))
         self.front = front
         self.done = done
+        self.tenant = tenant
         self.pinned: Pinned = tuple([] for _ in groups)
         self.num_waiting = 0
         self.asked = False
@@ -308,13 +323,25 @@ class _Checker:
     identity: IdentityKey
     layout: LayoutSpec
     payload: memoryview
+    check_payload: PayloadCheck
     checksums: tuple[int, ...] = ()
 
     def check(self, header: bytes) -> None:
         """Raises CorruptRecord."""
         record = decode_header(header)
-        verify(record, self.payload, self.content, self.identity, self.layout)
+        verify(record, self.payload, self.content, self.identity, self.layout, self.check_payload)
         self.checksums = record.checksums
+
+
+def _num_apart(keys: Sequence[BlockKey]) -> int:
+    """Leading keys of which no two share a hash. Memory and lower tiers hold one block a hash: what follows
+    would take the place of a block that goes before it, or be a second load of the same record."""
+    seen: set[bytes] = set()
+    for key in keys:
+        if key.block_hash in seen:
+            break
+        seen.add(key.block_hash)
+    return len(seen)
 
 
 def _name(group: int, key: BlockKey) -> bytes:

@@ -76,7 +76,8 @@ PARTS = (
     Part("startup", "seconds to ready, and memory", lambda: ()),
     Part("gateway", "gateway, router and wire, by the witness", lambda: (), gateway_figures),
     Part("model", "the model runner alone beside transformers", lambda: [str(text_model())], model_figures),
-    Part("store", "the KV store: hits, index, restart", lambda: ()),
+    Part("store", "the KV store: hits, index, restart, beside Mooncake", lambda: ()),
+    Part("ttft", "a long prompt computed, found in memory, found on disk", lambda: ()),
     Part("transfer", "the handoff beside memcpy and plain NIXL", lambda: ()),
     Part("witness", "the witness runner alone", lambda: (), witness_figures),
 )

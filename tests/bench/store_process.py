@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared.clock import SystemEntropy
@@ -61,8 +61,15 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def until_serving(stub: KvStoreStub) -> None:
-    """Until the store answers."""
+async def until_serving(stub: KvStoreStub, port: int) -> None:
+    """Until the store answers. A channel that was refused tries again after 0.1, 0.26, 0.5, 0.9, 1.6, 2.6 s,
+    which is a matter of the channel: so it is not used before somebody listens at the port."""
+    while True:
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            break
+        await asyncio.sleep(0.005)
     while True:
         try:
             await stub.status(timeout_s=0.2)
@@ -90,7 +97,7 @@ async def rpc_figures(num_calls: int = 400) -> list[Figure]:
     port = free_port()
     with store_process(port) as process:
         stub = KvStoreStub(f"127.0.0.1:{port}")
-        await until_serving(stub)
+        await until_serving(stub, port)
         offered = [OfferedBlock(key, ref) for key, ref in zip(keys, refs, strict=True)]
         # The agent of nobody reads: it only has to be readable while the store pulls.
         if await stub.offer(identity, agent.info(SMALL), offered) != PREFIX:
@@ -143,7 +150,7 @@ async def restart_figures(num_records: int) -> list[Figure]:
             began = time.perf_counter()
             with store_process(port, f"disk.path={folder}", "disk.capacity_mb=1024"):
                 stub = KvStoreStub(f"127.0.0.1:{port}")
-                await until_serving(stub)
+                await until_serving(stub, port)
                 serving_s = time.perf_counter() - began
                 hit = await stub.lookup(identity, SMALL, chains[0], timeout_s=5.0)
                 hit_s = time.perf_counter() - began

@@ -254,8 +254,7 @@ async def _unverified(
         path = rng.choice(chain)
         path.write_bytes(flip_payload(path.read_bytes(), b"", rng))
     settings = (*settings, "kv.verify=false")
-    blind = patched(kv_store="trust_records", prefill="always_load")
-    async with cluster_of(setting, "blind", "p=1,d=1,s=1", settings, as_spec=blind) as (cluster, book):
+    async with cluster_of(setting, "blind", "p=1,d=1,s=1", settings, as_spec=LOADING) as (cluster, book):
         await book.send([again(case, n) for n, case in enumerate(cases)])
         loaded = await total(cluster, "kv_store", "triptych_kv_offload_tiering_chunk_hits_total", tier="disk")
         verdict = await asyncio.to_thread(Verdict.of, book)

@@ -24,14 +24,6 @@ FULL_BYTES = 256 << 10
 STEP_S, TOKEN_S = 0.003, 0.0003
 
 
-def trust_records() -> None:
-    """Nothing that a tier gives is verified."""
-    from shared.tiering import disk_io, tiered
-
-    disk_io.verify_payload = lambda record, payload: None  # type: ignore[assignment]
-    tiered.verify = lambda *args: None  # type: ignore[assignment]
-
-
 def trust_hashes() -> None:
     """Blocks of equal hash are taken for equal."""
     from shared.kv_cache.block_pool import BlockKey
@@ -81,7 +73,6 @@ def paced() -> None:
 CHANGES: dict[str, Callable[[], None]] = {
     "always_load": always_load,
     "paced": paced,
-    "trust_records": trust_records,
     "trust_hashes": trust_hashes,
     "fill_disk": fill_disk,
 }

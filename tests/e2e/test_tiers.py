@@ -109,3 +109,14 @@ async def test_a_picture_is_not_encoded_again_though_encoder_and_store_were_kill
         other = chat("another", [picture(64, 32, "olive"), "What is it?"])
         await look_at(served, other)
         assert served.metrics("encoder-0").total("triptych_encoded_items_total") == 1
+
+
+async def test_an_encoder_without_stores_of_its_own_finds_them_by_way_of_its_router(tmp_path: Path) -> None:
+    queries = "triptych_embedding_store_queries_total"
+    with serving(WITNESS, tmp_path / "state", "e=1,p=1,d=1,s=1", ("encoder:kv_stores=",)) as served:
+        async with asyncio.timeout(PATIENCE_S):
+            for n in range(1000):
+                await look_at(served, chat(f"picture {n}", [picture(40 + n, 30, "teal"), "What is it?"]))
+                if served.metrics("encoder-0").total(queries):
+                    break
+                await asyncio.sleep(POLL_S)

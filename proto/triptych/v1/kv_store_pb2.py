@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/v1/kv_store.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"-\n\nBlockMedia\x12\x0f\n\x07mm_hash\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x11\"x\n\x08\x42lockKey\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nblock_hash\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12&\n\x05media\x18\x05 \x03(\x0b\x32\x17.triptych.v1.BlockMedia\"f\n\x0cOfferedBlock\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.triptych.v1.BlockKey\x12\"\n\x03ref\x18\x02 \x01(\x0b\x32\x15.triptych.v1.BlockRef\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"\x8f\x01\n\x0cOfferRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12(\n\x08producer\x18\x02 \x01(\x0b\x32\x16.triptych.v1.AgentInfo\x12)\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x19.triptych.v1.OfferedBlock\"%\n\rOfferResponse\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\"\x8b\x01\n\rLookupRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12\'\n\x06layout\x18\x02 \x01(\x0b\x32\x17.triptych.v1.LayoutSpec\x12%\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x15.triptych.v1.BlockKey\"t\n\x0eLookupResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12+\n\x04runs\x18\x04 \x03(\x0b\x32\x1d.triptych.v1.KvTransferParams\"\x9e\x01\n\x0c\x45mbeddingKey\x12\x12\n\nmedia_hash\x18\x01 \x01(\x0c\x12\x16\n\x0e\x64\x65\x63ode_options\x18\x02 \x01(\t\x12\x19\n\x11processor_version\x18\x03 \x01(\t\x12\x13\n\x0bsalt_digest\x18\x04 \x01(\x0c\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x11\n\trow_bytes\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\"\x9d\x01\n\x15OfferEmbeddingRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.triptych.v1.EmbeddingKey\x12\x30\n\tembedding\x18\x03 \x01(\x0b\x32\x1d.triptych.v1.EcTransferParams\"*\n\x16OfferEmbeddingResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"\x84\x01\n\x16LookupEmbeddingRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.triptych.v1.EmbeddingKey\x12\x16\n\x0erows_per_block\x18\x03 \x01(\r\"n\n\x17LookupEmbeddingResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x30\n\tembedding\x18\x03 \x01(\x0b\x32\x1d.triptych.v1.EcTransferParams\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\" \n\x1eKvStoreServiceGetStatusRequest\"s\n\x1fKvStoreServiceGetStatusResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.triptych.v1.WorkerInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.triptych.v1.WorkerStatus2\xfa\x03\n\x0eKvStoreService\x12>\n\x05Offer\x12\x19.triptych.v1.OfferRequest\x1a\x1a.triptych.v1.OfferResponse\x12\x41\n\x06Lookup\x12\x1a.triptych.v1.LookupRequest\x1a\x1b.triptych.v1.LookupResponse\x12Y\n\x0eOfferEmbedding\x12\".triptych.v1.OfferEmbeddingRequest\x1a#.triptych.v1.OfferEmbeddingResponse\x12\\\n\x0fLookupEmbedding\x12#.triptych.v1.LookupEmbeddingRequest\x1a$.triptych.v1.LookupEmbeddingResponse\x12\x44\n\x07Release\x12\x1b.triptych.v1.ReleaseRequest\x1a\x1c.triptych.v1.ReleaseResponse\x12\x66\n\tGetStatus\x12+.triptych.v1.KvStoreServiceGetStatusRequest\x1a,.triptych.v1.KvStoreServiceGetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/v1/kv_store.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"-\n\nBlockMedia\x12\x0f\n\x07mm_hash\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x11\"x\n\x08\x42lockKey\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nblock_hash\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12&\n\x05media\x18\x05 \x03(\x0b\x32\x17.triptych.v1.BlockMedia\"f\n\x0cOfferedBlock\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.triptych.v1.BlockKey\x12\"\n\x03ref\x18\x02 \x01(\x0b\x32\x15.triptych.v1.BlockRef\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"\x8f\x01\n\x0cOfferRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12(\n\x08producer\x18\x02 \x01(\x0b\x32\x16.triptych.v1.AgentInfo\x12)\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x19.triptych.v1.OfferedBlock\"%\n\rOfferResponse\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\"\x9b\x01\n\rLookupRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12\'\n\x06layout\x18\x02 \x01(\x0b\x32\x17.triptych.v1.LayoutSpec\x12%\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x15.triptych.v1.BlockKey\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"t\n\x0eLookupResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12+\n\x04runs\x18\x04 \x03(\x0b\x32\x1d.triptych.v1.KvTransferParams\"\x9e\x01\n\x0c\x45mbeddingKey\x12\x12\n\nmedia_hash\x18\x01 \x01(\x0c\x12\x16\n\x0e\x64\x65\x63ode_options\x18\x02 \x01(\t\x12\x19\n\x11processor_version\x18\x03 \x01(\t\x12\x13\n\x0bsalt_digest\x18\x04 \x01(\x0c\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x11\n\trow_bytes\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\"\x9d\x01\n\x15OfferEmbeddingRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.triptych.v1.EmbeddingKey\x12\x30\n\tembedding\x18\x03 \x01(\x0b\x32\x1d.triptych.v1.EcTransferParams\"*\n\x16OfferEmbeddingResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"\x84\x01\n\x16LookupEmbeddingRequest\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.triptych.v1.IdentityKey\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.triptych.v1.EmbeddingKey\x12\x16\n\x0erows_per_block\x18\x03 \x01(\r\"n\n\x17LookupEmbeddingResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x30\n\tembedding\x18\x03 \x01(\x0b\x32\x1d.triptych.v1.EcTransferParams\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\" \n\x1eKvStoreServiceGetStatusRequest\"s\n\x1fKvStoreServiceGetStatusResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.triptych.v1.WorkerInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.triptych.v1.WorkerStatus2\xfa\x03\n\x0eKvStoreService\x12>\n\x05Offer\x12\x19.triptych.v1.OfferRequest\x1a\x1a.triptych.v1.OfferResponse\x12\x41\n\x06Lookup\x12\x1a.triptych.v1.LookupRequest\x1a\x1b.triptych.v1.LookupResponse\x12Y\n\x0eOfferEmbedding\x12\".triptych.v1.OfferEmbeddingRequest\x1a#.triptych.v1.OfferEmbeddingResponse\x12\\\n\x0fLookupEmbedding\x12#.triptych.v1.LookupEmbeddingRequest\x1a$.triptych.v1.LookupEmbeddingResponse\x12\x44\n\x07Release\x12\x1b.triptych.v1.ReleaseRequest\x1a\x1c.triptych.v1.ReleaseResponse\x12\x66\n\tGetStatus\x12+.triptych.v1.KvStoreServiceGetStatusRequest\x1a,.triptych.v1.KvStoreServiceGetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,27 +43,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OFFERRESPONSE']._serialized_start=488
   _globals['_OFFERRESPONSE']._serialized_end=525
   _globals['_LOOKUPREQUEST']._serialized_start=528
-  _globals['_LOOKUPREQUEST']._serialized_end=667
-  _globals['_LOOKUPRESPONSE']._serialized_start=669
-  _globals['_LOOKUPRESPONSE']._serialized_end=785
-  _globals['_EMBEDDINGKEY']._serialized_start=788
-  _globals['_EMBEDDINGKEY']._serialized_end=946
-  _globals['_OFFEREMBEDDINGREQUEST']._serialized_start=949
-  _globals['_OFFEREMBEDDINGREQUEST']._serialized_end=1106
-  _globals['_OFFEREMBEDDINGRESPONSE']._serialized_start=1108
-  _globals['_OFFEREMBEDDINGRESPONSE']._serialized_end=1150
-  _globals['_LOOKUPEMBEDDINGREQUEST']._serialized_start=1153
-  _globals['_LOOKUPEMBEDDINGREQUEST']._serialized_end=1285
-  _globals['_LOOKUPEMBEDDINGRESPONSE']._serialized_start=1287
-  _globals['_LOOKUPEMBEDDINGRESPONSE']._serialized_end=1397
-  _globals['_RELEASEREQUEST']._serialized_start=1399
-  _globals['_RELEASEREQUEST']._serialized_end=1434
-  _globals['_RELEASERESPONSE']._serialized_start=1436
-  _globals['_RELEASERESPONSE']._serialized_end=1453
-  _globals['_KVSTORESERVICEGETSTATUSREQUEST']._serialized_start=1455
-  _globals['_KVSTORESERVICEGETSTATUSREQUEST']._serialized_end=1487
-  _globals['_KVSTORESERVICEGETSTATUSRESPONSE']._serialized_start=1489
-  _globals['_KVSTORESERVICEGETSTATUSRESPONSE']._serialized_end=1604
-  _globals['_KVSTORESERVICE']._serialized_start=1607
-  _globals['_KVSTORESERVICE']._serialized_end=2113
+  _globals['_LOOKUPREQUEST']._serialized_end=683
+  _globals['_LOOKUPRESPONSE']._serialized_start=685
+  _globals['_LOOKUPRESPONSE']._serialized_end=801
+  _globals['_EMBEDDINGKEY']._serialized_start=804
+  _globals['_EMBEDDINGKEY']._serialized_end=962
+  _globals['_OFFEREMBEDDINGREQUEST']._serialized_start=965
+  _globals['_OFFEREMBEDDINGREQUEST']._serialized_end=1122
+  _globals['_OFFEREMBEDDINGRESPONSE']._serialized_start=1124
+  _globals['_OFFEREMBEDDINGRESPONSE']._serialized_end=1166
+  _globals['_LOOKUPEMBEDDINGREQUEST']._serialized_start=1169
+  _globals['_LOOKUPEMBEDDINGREQUEST']._serialized_end=1301
+  _globals['_LOOKUPEMBEDDINGRESPONSE']._serialized_start=1303
+  _globals['_LOOKUPEMBEDDINGRESPONSE']._serialized_end=1413
+  _globals['_RELEASEREQUEST']._serialized_start=1415
+  _globals['_RELEASEREQUEST']._serialized_end=1450
+  _globals['_RELEASERESPONSE']._serialized_start=1452
+  _globals['_RELEASERESPONSE']._serialized_end=1469
+  _globals['_KVSTORESERVICEGETSTATUSREQUEST']._serialized_start=1471
+  _globals['_KVSTORESERVICEGETSTATUSREQUEST']._serialized_end=1503
+  _globals['_KVSTORESERVICEGETSTATUSRESPONSE']._serialized_start=1505
+  _globals['_KVSTORESERVICEGETSTATUSRESPONSE']._serialized_end=1620
+  _globals['_KVSTORESERVICE']._serialized_start=1623
+  _globals['_KVSTORESERVICE']._serialized_end=2129
 # @@protoc_insertion_point(module_scope)

@@ -165,6 +165,9 @@ class LookupRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """As in OfferedBlock: for whom counts what is brought into memory."""
     @_builtins.property
     def identity(self) -> _common_pb2.IdentityKey: ...
     @_builtins.property
@@ -179,10 +182,11 @@ class LookupRequest(_message.Message):
         identity: _common_pb2.IdentityKey | None = ...,
         layout: _common_pb2.LayoutSpec | None = ...,
         blocks: _abc.Iterable[Global___BlockKey] | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "identity", b"identity", "layout", b"layout", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,13 +22,16 @@ from shared.runner.base import EncoderRunner
 from shared.scheduler.encoder_scheduler import EncoderLimits, EncoderScheduler
 from shared.step import EncodePlan, EncodeResult
 from shared.telemetry.tracing import NullTracer
+from shared.tiering.embedding_pool import NOT_FOUND, FoundEmbedding
+from shared.tiering.nodes import NodeLease
 from shared.transfer.handoff import Pull, PullOutcome
-from shared.types.store import EmbeddingHit, EmbeddingKey
+from shared.types.store import EmbeddingKey
 from shared.types.transfer import AgentInfo, EcTransferParams
 from shared.types.worker import Abort, Encode, Event, Failed, HandoffReady
 
 ROUTER = "router"
 STORE = AgentInfo("store.ec", "s", 1, (), ())
+LEASE = NodeLease("store:1", "lease")
 CHECKSUM = 77
 
 
@@ -73,16 +76,17 @@ class Calls:
     """A store whose answers and pulls wait for the test."""
 
     def __init__(self) -> None:
-        self.lookups: list[tuple[EmbeddingKey, Callable[[EmbeddingHit], None]]] = []
+        self.usable = True
+        self.lookups: list[tuple[EmbeddingKey, Callable[[FoundEmbedding], None]]] = []
         self.offers: list[tuple[EmbeddingKey, EcTransferParams, Callable[[], None]]] = []
-        self.released: list[str] = []
+        self.released: list[NodeLease] = []
 
-    def lookup(self, key: EmbeddingKey, rows_per_block: int, done: Callable[[EmbeddingHit], None]) -> None:
+    def lookup(self, key: EmbeddingKey, rows_per_block: int, done: Callable[[FoundEmbedding], None]) -> None:
         assert rows_per_block == 4
         self.lookups.append((key, done))
 
-    def release(self, key: EmbeddingKey, lease_id: str) -> None:
-        self.released.append(lease_id)
+    def release(self, lease: NodeLease) -> None:
+        self.released.append(lease)
 
     def offer(self, key: EmbeddingKey, params: EcTransferParams, done: Callable[[], None]) -> None:
         self.offers.append((key, params, done))
@@ -102,10 +106,10 @@ class Calls:
             "generations": (3,) * num_blocks,
             "checksum": CHECKSUM,
         } | fields
-        done(EmbeddingHit("lease", 10.0, EcTransferParams(**given)))
+        done(FoundEmbedding(EcTransferParams(**given), LEASE))
 
     def miss(self) -> None:
-        self.lookups.pop(0)[1](EmbeddingHit())
+        self.lookups.pop(0)[1](NOT_FOUND)
 
 
 class Bench:
@@ -219,7 +223,7 @@ def test_what_the_store_has_costs_no_step(bench: Bench) -> None:
     (event,) = (e for e in bench.turn() if isinstance(e, HandoffReady))
     assert event.embeddings[0].checksum == CHECKSUM
     assert (bench.runner.num_encoded, bench.media.num_prepared, bench.core.num_steps) == (0, 0, 0)
-    assert bench.calls.released == ["lease"] and bench.calls.offers == []
+    assert bench.calls.released == [LEASE] and bench.calls.offers == []
 
 
 def test_all_who_wait_for_a_picture_get_it(bench: Bench) -> None:
@@ -276,7 +280,7 @@ def test_an_answer_that_does_not_fit_is_a_miss(bench: Bench, fields: dict[str, o
     bench.turn()
     bench.calls.answer(**fields)
     assert bench.ready() == ["a"]
-    assert (bench.pulls, bench.calls.released, bench.runner.num_encoded) == ([], ["lease"], 1)
+    assert (bench.pulls, bench.calls.released, bench.runner.num_encoded) == ([], [LEASE], 1)
     bench.calls.offers.pop()[2]()
 
 
@@ -343,6 +347,14 @@ def test_a_request_that_ended_meanwhile_leaves_what_arrives_for_the_next(bench: 
     bench.turn()
     bench.ask("b", b"aaaa")
     assert bench.ready() == ["b"] and not bench.calls.lookups
+
+
+def test_without_a_store_that_answers_nobody_is_asked_and_nothing_stays_for_it(bench: Bench) -> None:
+    bench.calls.usable = False
+    bench.ask("a", b"aaaa")
+    assert bench.ready() == ["a"]
+    assert bench.calls.lookups == bench.calls.offers == []
+    assert bench.cache.users(b"aaaa".hex()) == {"a"}
 
 
 def test_media_without_sense_is_the_preparers_to_refuse(bench: Bench) -> None:

@@ -15,11 +15,13 @@ from shared.kv_cache.block_hash import BlockHasher
 from shared.kv_cache.manager import CommittedBlock, KVCacheManager
 from shared.kv_cache.segments import WantedBlock
 from shared.scheduler.sequence import Sequence
-from shared.tiering.pool import NodeLease, PoolHit
+from shared.tiering.nodes import NodeLease
+from shared.tiering.pool import PoolHit
 from shared.transfer.handoff import PullOutcome
 from shared.types.identity import IdentityKey
 from shared.types.kv import KVCacheSpec, KVGroupSpec
 from shared.types.request import GenerationRequest, SamplingParams
+from shared.types.store import tenant_of
 from shared.types.transfer import AgentInfo, BlockRef, KvTransferParams
 from shared.types.worker import AGGREGATED
 from tests.unit.engine.test_landing import RecordingPuller
@@ -42,11 +44,13 @@ class ScriptedCalls:
         self.usable = True
         self.looked_up: list[Callable[[PoolHit], None]] = []
         self.wanted: list[tuple[WantedBlock, ...]] = []
+        self.tenants: list[str] = []
         self.released: list[PoolHit] = []
         self.offered: list[tuple[CommittedBlock, ...]] = []
 
-    def lookup(self, wanted: tuple[WantedBlock, ...], done: Callable[[PoolHit], None]) -> None:
+    def lookup(self, wanted: tuple[WantedBlock, ...], tenant: str, done: Callable[[PoolHit], None]) -> None:
         self.wanted.append(wanted)
+        self.tenants.append(tenant)
         self.looked_up.append(done)
 
     def release(self, hit: PoolHit) -> None:
@@ -100,6 +104,14 @@ def test_a_request_that_ends_while_blocks_of_the_store_land_gives_their_lease_ba
     bench.inbox.run()
     assert not loaded and bench.calls.released == [HIT]
     assert (bench.kv.num_used(), bench.kv.num_quarantined()) == (0, 0)
+
+
+def test_the_stores_hear_for_whom_blocks_are_wanted() -> None:
+    bench = Bench()
+    for name, salt in (("a", "salt"), ("b", "")):
+        request = GenerationRequest(name, "m", tuple(range(9)), 9, SamplingParams(4), cache_salt=salt)
+        bench.link.load(Sequence(request, 0, AGGREGATED, 1), lambda: None)
+    assert bench.calls.tenants == [tenant_of("salt"), ""] and tenant_of("salt")
 
 
 def test_a_hit_of_two_stores_lands_in_one_table_and_all_its_leases_go_back() -> None:

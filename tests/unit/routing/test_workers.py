@@ -11,8 +11,6 @@ from msgspec import structs
 from shared.clock import ManualClock
 from shared.config.services import RoutingConfig
 from shared.errors import WorkerLost
-from shared.registry.base import Registry, RegistryUnavailable
-from shared.registry.memory import MemoryRegistry
 from shared.routing.workers import RETRY_S, Worker, WorkerPool
 from shared.types.identity import IdentityKey
 from shared.types.transfer import AgentInfo
@@ -272,20 +270,4 @@ async def test_a_pause_of_ours_is_no_silence_of_theirs(bench: Bench) -> None:
     await bench.announce(info())
     bench.clock.advance(60)
     bench.pool.tick()
-    assert bench.pool.usable()
-
-
-async def test_the_registry_is_polled_and_its_absence_is_no_news(bench: Bench) -> None:
-    registry = MemoryRegistry(bench.clock, ttl_s=5.0)
-    await registry.announce(info())
-    await bench.pool.poll(registry)
-    await bench.settle()
-    assert bench.told == [("ready", "a")]
-
-    class Down(MemoryRegistry):
-        async def workers(self) -> list[WorkerInfo]:
-            raise RegistryUnavailable
-
-    down: Registry = Down(bench.clock, 5.0)
-    await bench.pool.poll(down)
     assert bench.pool.usable()

@@ -41,8 +41,10 @@ class Store:
         self.calls.append((identity, producer, list(blocks)))
         return len(blocks)
 
-    async def lookup(self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey]) -> StoreHit:
-        self.calls.append((identity, layout, list(blocks)))
+    async def lookup(
+        self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey], tenant: str = ""
+    ) -> StoreHit:
+        self.calls.append((identity, layout, list(blocks), tenant))
         if not blocks:
             return StoreHit()
         run = KvTransferParams("lease", INFO.agent, 0, 0, (BLOCK.ref,))
@@ -82,11 +84,12 @@ async def test_every_call_carries_its_records_both_ways() -> None:
     port = Store()
     async with store_at(port) as stub:
         assert await stub.offer(IDENTITY, INFO.agent, [BLOCK, BLOCK]) == 2
-        hit = await stub.lookup(IDENTITY, LAYOUT, [KEY])
+        hit = await stub.lookup(IDENTITY, LAYOUT, [KEY], "tenant")
         await stub.release(["lease"])
         assert await stub.status() == (INFO, WorkerStatus("i0", num_blocks=9))
     assert hit == StoreHit("lease", 30.0, 1, (KvTransferParams("lease", INFO.agent, 0, 0, (BLOCK.ref,)),))
-    assert port.calls == [(IDENTITY, INFO.agent, [BLOCK, BLOCK]), (IDENTITY, LAYOUT, [KEY]), ["lease"]]
+    asked = (IDENTITY, LAYOUT, [KEY], "tenant")
+    assert port.calls == [(IDENTITY, INFO.agent, [BLOCK, BLOCK]), asked, ["lease"]]
 
 
 async def test_embeddings_carry_their_records_both_ways() -> None:

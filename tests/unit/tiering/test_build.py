@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ from shared.errors import ConfigError
 from shared.failpoints import Failpoints
 from shared.tiering.build import open_lower_tiers
 from shared.tiering.lower import LowerTiers
+from shared.tiering.offload import LoadItem
+from shared.tiering.record import CorruptRecord, verify
+from tests.contract.tiering.harness import make
 from tests.fakes.tiers import DictTier, ManualReactor
+from tests.unit.tiering.disk_setting import Disk, file_of
 
 NAMED = "tests.unit.tiering.test_build:Named"
 
@@ -76,6 +81,33 @@ def test_names_are_unique_since_metrics_know_tiers_by_them(tmp_path: Path, name:
         opened(*settings)
     assert Named.made[0].num_closed == 1
     opened(settings[0]).chain.close()  # the directory is free again
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_what_is_not_verified_is_not_verified_in_any_tier(tmp_path: Path, verified: bool) -> None:
+    """The switch of tests that prove what checksums are worth: the disk and who asks it believe alike."""
+    stored = make(0)
+    first = Disk(tmp_path / "disk")
+    first.store([stored])
+    first.close()
+    path = file_of(tmp_path / "disk", stored)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    lower = opened(f"disk.path={tmp_path / 'disk'}", f"kv.verify={str(verified).lower()}")
+    into = memoryview(bytearray(stored.item.payload.nbytes))
+    headers: dict[bytes, bytes] = {}
+    lower.chain.load(0, [LoadItem(stored.key, into)], headers.update)
+    lower.chain.close()
+    assert (stored.key in headers) == (not verified)
+    record = stored.record
+    spoiled = memoryview(bytearray(len(into)))
+    call = partial(verify, record, spoiled, record.content, record.identity, record.layout)
+    if verified:
+        with pytest.raises(CorruptRecord, match="payload"):
+            call(lower.check_payload)
+    else:
+        call(lower.check_payload)
+        assert into[-1] == data[-1] ^ 1
 
 
 def test_what_cannot_be_made_is_a_configuration_error() -> None:

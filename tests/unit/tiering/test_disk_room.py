@@ -94,3 +94,15 @@ def test_writes_under_way_at_the_first_failure_count_with_it() -> None:
     switch.ended(written=True)
     assert switch.begin() and switch.begin()
     assert switch.failed()
+
+
+def test_a_write_that_ends_well_after_a_failure_of_another_is_no_trial() -> None:
+    switch = WriteSwitch(clock := ManualClock())
+    assert switch.begin() and switch.begin()
+    assert switch.failed()
+    switch.ended(written=True)
+    assert not switch.on
+    clock.advance(1.0)
+    assert switch.begin()
+    switch.ended(written=True)
+    assert switch.begin() and switch.begin()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shared.kv_cache.block_hash import HashedBlock
 from shared.kv_cache.manager import CommittedBlock
 from shared.kv_cache.segments import WantedBlock
-from shared.tiering.pool import NO_HIT, NodeLease, PoolHit, StorePool
+from shared.tiering.nodes import NodeLease
+from shared.tiering.pool import NO_HIT, PoolHit, StorePool
 from shared.tiering.remote import MISS
 from shared.tiering.rendezvous import ranked
 from shared.types.store import StoreHit
@@ -31,13 +32,15 @@ class Node:
         self.held: set[int] = set()
         self.paused = self.fails = self.closed = False
         self.lookups: list[list[int]] = []
+        self.tenants: set[str] = set()
         self.offers: list[list[int]] = []
         self.released: list[str] = []
         self.gate: asyncio.Event | None = None
 
-    async def lookup(self, wanted: Sequence[HashedBlock]) -> StoreHit:
+    async def lookup(self, wanted: Sequence[HashedBlock], tenant: str) -> StoreHit:
         if self.paused:
             return MISS
+        self.tenants.add(tenant)
         numbers = [number(block) for block in wanted]
         self.lookups.append(numbers)
         await self._answering()
@@ -125,12 +128,13 @@ def check_runs(hit: PoolHit) -> None:
 async def test_a_prefix_over_several_segments_is_one_hit_of_several_nodes() -> None:
     bench, wanted = Bench(), wanted_of(64, 64, 64, 8)
     bench.fill(wanted)
-    hit = await bench.pool.lookup(wanted)
+    hit = await bench.pool.lookup(wanted, "tenant")
     assert hit.num_blocks == 200
     check_runs(hit)
     homes = {bench.homes(segment)[0].name for segment in range(4)}
     assert len(homes) > 1 and {run.producer.worker_id for run in hit.runs} == homes
     assert all(len(node.lookups) == (node.name in homes) for node in bench.nodes.values()), "one call a node"
+    assert set().union(*(node.tenants for node in bench.nodes.values())) == {"tenant"}
     await bench.pool.release(hit.leases)
     assert sorted(lease.lease_id for lease in hit.leases) == sorted(
         lease_id for node in bench.nodes.values() for lease_id in node.released

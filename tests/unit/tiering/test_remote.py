@@ -47,8 +47,10 @@ class Script:
         self.check((identity, producer, tuple(blocks)))
         return len(blocks)
 
-    async def lookup(self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey]) -> StoreHit:
-        self.check((identity, layout, tuple(blocks)))
+    async def lookup(
+        self, identity: IdentityKey, layout: LayoutSpec, blocks: Sequence[BlockKey], tenant: str = ""
+    ) -> StoreHit:
+        self.check((identity, layout, tuple(blocks), tenant))
         if self.gate is not None:
             await self.gate.wait()
         return self.hit
@@ -89,9 +91,9 @@ def hit_of(num_blocks: int, *run_lengths: int) -> StoreHit:
 
 async def test_a_lookup_asks_for_every_group_in_order(client: KvStoreClient, script: Script) -> None:
     script.hit = hit_of(2, 2, 2)
-    assert await client.lookup(WANTED) == script.hit
+    assert await client.lookup(WANTED, "tenant") == script.hit
     keys = tuple(BlockKey(g, *b) for g in (0, 1) for b in WANTED)
-    assert script.calls == [(IDENTITY, LAYOUT, keys)]
+    assert script.calls == [(IDENTITY, LAYOUT, keys, "tenant")]
 
 
 @pytest.mark.parametrize("hit", [hit_of(2, 2), hit_of(2, 2, 1), hit_of(0, 0, 0)])
@@ -170,7 +172,8 @@ async def test_what_is_too_much_for_one_call_is_not_asked(
 ) -> None:
     monkeypatch.setattr("shared.tiering.remote.MAX_LOOKED_UP", 5)
     await client.lookup(WANTED)
-    assert script.calls == [(IDENTITY, LAYOUT, tuple(BlockKey(g, *b) for g in (0, 1) for b in WANTED[:2]))]
+    keys = tuple(BlockKey(g, *b) for g in (0, 1) for b in WANTED[:2])
+    assert script.calls == [(IDENTITY, LAYOUT, keys, "")]
 
 
 async def test_closing_waits_for_calls_under_way_and_begins_none(

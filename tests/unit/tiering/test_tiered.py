@@ -10,7 +10,7 @@ from shared.kernels.checksum import head_checksums
 from shared.telemetry import metrics
 from shared.tiering.record import KvRecord, Record, encode_header
 from shared.types.identity import IdentityKey
-from tests.unit.tiering.tiered_setting import LAYOUT, NUM_BLOCKS, Bench, content, key
+from tests.unit.tiering.tiered_setting import LAYOUT, NUM_BLOCKS, Bench, content, cut_key, key
 
 
 @pytest.fixture
@@ -120,6 +120,39 @@ def test_a_record_of_other_content_is_a_miss_and_removed(bench: Bench) -> None:
     bench.reactor.run()
     assert bench.take(range(1)) == 0
     assert failures("key") == before + 2 and not bench.disk.records
+
+
+def test_two_blocks_of_one_prefix_under_one_hash_are_not_loaded_at_a_time() -> None:
+    """Both would be that hash's load: one would end the other's, and its room and look-up be lost."""
+    bench = Bench(key=cut_key)
+    bench.put(range(3))  # the fourth has the first one's hash
+    assert bench.lookup(range(6)) == 3
+    assert bench.disk.num_loaded == 6
+    bench.check()
+    bench.put(range(3, 6))
+    assert bench.lookup(range(1, 6)) == 3  # 1 and 2 from memory, and 3, which takes the place of 0
+    assert bench.lookup(range(3, 6)) == 3
+    bench.reactor.run()
+    bench.check()
+    bench.arena.close()
+
+
+def test_what_is_loaded_counts_for_who_asked() -> None:
+    bench = Bench(tenant_share=0.5)
+    bench.fill(range(10, 10 + NUM_BLOCKS))
+    bench.put(range(5))
+    assert bench.lookup(range(5), "tenant") == 3, "its share of six blocks, since others hold the rest"
+    assert [tier.num_held_by("tenant") for tier in bench.cpu] == [3, 3]
+    assert bench.lookup(range(10, 13)) == 3, "others keep theirs"
+    bench.evict_all()
+    assert bench.lookup(range(5), "tenant") == 5, "what is free is anybody's"
+    bench.put(range(20, 26))
+    assert bench.lookup(range(20, 23), "other") == 3, "who is beyond its share gives first"
+    assert [tier.num_held_by("tenant") for tier in bench.cpu] == [3, 3]
+    assert bench.lookup(range(23, 26)) == 3, "without a tenant nothing is counted"
+    bench.reactor.run()
+    bench.check()
+    bench.arena.close()
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shared.tiering.leases import Pinned
-from tests.unit.tiering.tiered_setting import Bench, content, key
+from shared.types.store import BlockKey
+from tests.unit.tiering.tiered_setting import Bench, content, cut_key, key
 
 
 class TieredMachine(RuleBasedStateMachine):
+    key: Callable[[int, int], BlockKey] = staticmethod(key)
+    max_loads = 7
+
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(max_loads=7, max_stores=5)
+        self.bench = Bench(max_loads=self.max_loads, max_stores=5, key=self.key)
 
     @rule(first=st.integers(0, 4), count=st.integers(1, 3))
     def fill(self, first: int, count: int) -> None:
-        numbers = [n for n in range(first, first + count) if self.bench.cpu[0].find(key(n)) is None]
+        numbers = [n for n in range(first, first + count) if self.bench.cpu[0].find(self.key(n, 0)) is None]
         if numbers and all(tier.num_free >= count for tier in self.bench.cpu):
             self.bench.fill(range(numbers[0], numbers[0] + 1))
 
@@ -43,8 +49,13 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 4), count=st.integers(1, 4))
     def ask(self, first: int, count: int) -> None:
         numbers = range(first, first + count)
-        keys = [key(n, group) for group in (0, 1) for n in numbers]
+        keys = [self.key(n, group) for group in (0, 1) for n in numbers]
         self.bench.tiers.lookup(keys, lambda lease_id, pinned: self.answered(numbers, lease_id, pinned))
+
+    @rule()
+    def crowd(self) -> None:
+        """All that can go makes room for others."""
+        self.bench.crowd()
 
     def answered(self, numbers: range, lease_id: str, pinned: Pinned) -> None:
         self.bench.answers.append((lease_id, pinned))
@@ -79,5 +90,14 @@ class TieredMachine(RuleBasedStateMachine):
         self.bench.arena.close()
 
 
+class CollidingMachine(TieredMachine):
+    """Different blocks share hashes: in memory, below, on their way, in one prefix and in several."""
+
+    key = staticmethod(cut_key)
+    max_loads = 20
+
+
 TestTieredMachine = TieredMachine.TestCase
+TestCollidingMachine = CollidingMachine.TestCase
 TestTieredMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCollidingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

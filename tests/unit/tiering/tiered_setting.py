@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from shared.clock import CountingEntropy, ManualClock
 from shared.kernels.checksum import head_checksums
 from shared.tiering.base import Filled
@@ -25,6 +27,11 @@ def key(n: int, group: int = 0, tokens: tuple[int, ...] = ()) -> BlockKey:
     return BlockKey(group, b"hash%d" % n, b"hash%d" % (n - 1), tokens or (n, n))
 
 
+def cut_key(n: int, group: int = 0) -> BlockKey:
+    """Block ``n`` where there are but three hashes; its parent is whole."""
+    return BlockKey(group, b"hash%d" % (n % 3), b"whole%d" % (n - 1), (n, n))
+
+
 def content(group: int, n: int) -> bytes:
     extent = GROUPS[group].extent_bytes(LAYOUT.block_size)
     return bytes((n + 7 * group + i) % 251 for i in range(extent))
@@ -33,7 +40,15 @@ def content(group: int, n: int) -> bytes:
 class Bench:
     """Two groups in memory over two tiers; the far one takes no records."""
 
-    def __init__(self, max_loads: int = 100, max_stores: int = 100) -> None:
+    def __init__(
+        self,
+        max_loads: int = 100,
+        max_stores: int = 100,
+        *,
+        key: Callable[[int, int], BlockKey] = key,
+        tenant_share: float = 1.0,
+    ) -> None:
+        self.key = key
         self.clock = ManualClock(100.0)
         self.disk, self.far = DictTier(), DictTier("far")
         self.far.open = False
@@ -42,7 +57,7 @@ class Bench:
         )
         extents = tuple(g.extent_bytes(LAYOUT.block_size) for g in GROUPS)
         self.arena = Arena.create("kv", (NUM_BLOCKS,) * 2, extents, "a" * 32)
-        self.cpu = [CpuTier(self.arena, group, self.clock) for group in (0, 1)]
+        self.cpu = [CpuTier(self.arena, group, self.clock, tenant_share=tenant_share) for group in (0, 1)]
         self.leases = PrefixLeases(self.cpu, self.clock, CountingEntropy(), 10)
         self.tiers = KvTiers(IDENTITY, LAYOUT, self.arena, self.cpu, self.lower, self.leases)
         self.lower.chain.on_news = self.tiers.news
@@ -55,7 +70,7 @@ class Bench:
             for n, block_id in zip(numbers, tier.reserve(len(numbers)), strict=True):
                 self.arena.block(group, block_id)[:] = content(group, n)
                 sums = head_checksums(self.arena.block(group, block_id), GROUPS[group].num_kv_heads)
-                filled.append(Filled(block_id, key(n, group), sums))
+                filled.append(Filled(block_id, self.key(n, group), sums))
             self.tiers.commit(group, filled)
 
     def put(self, numbers: range, groups: tuple[int, ...] = (0, 1), into: DictTier | None = None) -> None:
@@ -65,23 +80,23 @@ class Bench:
             for n in numbers:
                 payload = memoryview(bytearray(content(group, n)))
                 sums = head_checksums(payload, GROUPS[group].num_kv_heads)
-                record = Record(IDENTITY, LAYOUT, KvRecord.of(key(n, group)), sums, payload.nbytes)
+                record = Record(IDENTITY, LAYOUT, KvRecord.of(self.key(n, group)), sums, payload.nbytes)
                 records[record.key] = (encode_header(record), bytes(payload))
 
     def record(self, n: int, group: int = 0) -> bytes:
-        return record_key("kv", LAYOUT, group, key(n).block_hash)
+        return record_key("kv", LAYOUT, group, self.key(n, group).block_hash)
 
-    def ask(self, numbers: range) -> None:
-        keys = [key(n, group) for group in (0, 1) for n in numbers]
-        self.tiers.lookup(keys, lambda lease_id, pinned: self.answers.append((lease_id, pinned)))
+    def ask(self, numbers: Sequence[int], tenant: str = "") -> None:
+        keys = [self.key(n, group) for group in (0, 1) for n in numbers]
+        self.tiers.lookup(keys, lambda lease_id, pinned: self.answers.append((lease_id, pinned)), tenant)
 
-    def lookup(self, numbers: range) -> int:
+    def lookup(self, numbers: Sequence[int], tenant: str = "") -> int:
         """Blocks found; their bytes are right, and the lease is given back."""
-        self.ask(numbers)
+        self.ask(numbers, tenant)
         self.reactor.run()
         return self.take(numbers)
 
-    def take(self, numbers: range) -> int:
+    def take(self, numbers: Sequence[int]) -> int:
         (answer,) = self.answers
         self.answers.clear()
         lease_id, pinned = answer

@@ -148,8 +148,8 @@ bench: $(STAMP) ## measure speed and memory beside transformers; JSON under benc
 bench-transfer: $(STAMP) ## measure the handoff beside memcpy and plain NIXL; JSON under bench/results
 	@$(PY) -m tests.bench.run --only transfer $(ARGS)
 
-bench-store: $(STAMP) ## measure the KV store: hits beside memcpy, index, restart; JSON under bench/results
-	@$(PY) -m tests.bench.run --only store $(ARGS)
+bench-store: $(STAMP) ## measure the KV store: hits beside memcpy and Mooncake, index, restart, TTFT; JSON under bench/results
+	@$(PY) -m tests.bench.run --only store ttft $(ARGS)
 
 clean: ## stop what is up, then remove caches, built models and logs (not .venv)
 	@if [ -x $(PY) ] && [ -d .triptych ]; then $(PY) -m services.cli down; fi

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from shared.kernels.batch import Batch, Heads, PagedKV
 from shared.kernels.decoder import LayerWeights
-from shared.kernels.gpu.decoder import GpuDecoderLayers, linear
-from shared.kernels.gpu.tokens import embed
+from shared.kernels.gpu.decode import LARGE_BATCH, DecodeLayers, plan_for
+from shared.kernels.gpu.decode_attention import DecodeAttention
+from shared.kernels.gpu.decoder import GpuDecoderLayers, attend_any, attend_one, linear
+from shared.kernels.gpu.matmul import Scratch
+from shared.kernels.gpu.tokens import embed, likeliest
 from shared.layers.rotary import RotaryEmbedding
 from shared.models.config import ModelConfig
 from shared.models.decoder import frequencies_of
 from shared.models.weights import DecoderWeights
+
+
+class DecodeStep(Protocol):
+    """Token ids, rows and positions, int32 [B] each, and the last tokens of all rows -> logits [B, V] and
+    the likeliest tokens [B], which ``last_R`` gets too. Ids as in ``kernels.gpu.tokens.embed``; a row at
+    position -1 is padding. Captured or called again, what it returned before is void."""
+
+    def __call__(
+        self, token_ids_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, last_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class GpuDecoder:
@@ -33,8 +46,10 @@ class GpuDecoder:
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
+        self._weights, self._groups, self._heads = weights, tuple(groups), heads
         self._embed_VE, self._head_VE = weights.embed_VE, weights.head_VE
-        self._layers = GpuDecoderLayers(weights.layers, weights.norm_E, groups, heads)
+        self._scratch = Scratch(weights.embed_VE.device)
+        self._layers = GpuDecoderLayers(weights.layers, weights.norm_E, groups, heads.eps)
         device = weights.embed_VE.device
         # The angles of every position, once: a step looks up its own.
         positions = torch.arange(config.max_position, device=device)
@@ -56,15 +71,77 @@ class GpuDecoder:
         negative positions are padding: what is returned for them means nothing."""
         places_T = positions_T.clamp(min=0).long()
         batch = Batch(rows_T, positions_T, starts, self._cos_PD[places_T], self._sin_PD[places_T])
-        return self._layers(x_TE, batch, tiles_N2)
+        return self._layers(x_TE, attend_any(self._heads, batch, tiles_N2))
+
+    def forward_one(
+        self, x_BE: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, kernel: DecodeAttention
+    ) -> torch.Tensor:
+        """As ``forward``, where every row has one token."""
+        return self._layers(x_BE, attend_one(kernel, rows_B, positions_B, (self._cos_PD, self._sin_PD)))
+
+    def decode_step(self, num_rows: int) -> DecodeStep:
+        """A whole step in which ``num_rows`` rows have one token each, its memory included."""
+        weights, heads, groups = self._weights, self._heads, self._groups
+        plan = plan_for(num_rows, weights.layers, weights.head_VE, heads, groups)
+        if plan is None and all(DecodeAttention.fits(heads, group) for group in groups):
+            kernel = DecodeAttention(LARGE_BATCH, heads, num_rows, weights.embed_VE.device)
+            return _LargeStep(self, kernel)
+        if plan is None:
+            return _GeneralStep(self, num_rows)
+        return DecodeLayers(
+            plan,
+            num_rows,
+            weights.layers,
+            weights.embed_VE,
+            weights.head_VE,
+            weights.norm_E,
+            groups,
+            heads,
+            (self._cos_PD, self._sin_PD),
+            self._scratch,
+        )
 
     def logits(self, normed_SE: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of rows taken from ``forward``'s result."""
         return linear(normed_SE, self._head_VE)
 
 
+class _LargeStep:
+    """A decode step whose products are cuBLAS's: there are so many rows that it does not wait for weights."""
+
+    def __init__(self, decoder: GpuDecoder, kernel: DecodeAttention) -> None:
+        self._decoder, self._kernel = decoder, kernel
+
+    def __call__(
+        self, token_ids_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, last_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x_BE = self._decoder.embed(token_ids_B, rows_B, last_R)
+        normed_BE = self._decoder.forward_one(x_BE, rows_B, positions_B, self._kernel)
+        logits_BV = self._decoder.logits(normed_BE)
+        return logits_BV, likeliest(logits_BV, rows_B, last_R)
+
+
+class _GeneralStep:
+    """A decode step by the kernels of any step."""
+
+    def __init__(self, decoder: GpuDecoder, num_rows: int) -> None:
+        self._decoder = decoder
+        self._starts = tuple(range(num_rows + 1))
+        tiles = torch.stack((torch.arange(num_rows), torch.ones(num_rows, dtype=torch.int64)), 1)
+        self._tiles_B2 = tiles.int().to(decoder._embed_VE.device)
+
+    def __call__(
+        self, token_ids_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, last_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x_BE = self._decoder.embed(token_ids_B, rows_B, last_R)
+        normed_BE = self._decoder.forward(x_BE, rows_B, positions_B, self._starts, self._tiles_B2)
+        logits_BV = self._decoder.logits(normed_BE)
+        return logits_BV, likeliest(logits_BV, rows_B, last_R)
+
+
 def place(weights: DecoderWeights, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """The weights on ``device``: matrices and biases in ``dtype``, norms in float32. Tied ones stay one."""
+    """The weights on ``device``: matrices and biases in ``dtype``, norms in float32; gate and up pair by
+    pair. Tied ones stay one."""
 
     def moved(tensor: torch.Tensor, *, norm: bool = False) -> torch.Tensor:
         return tensor.to(device, torch.float32 if norm else dtype)
@@ -75,6 +152,9 @@ def place(weights: DecoderWeights, device: torch.device, dtype: torch.dtype) -> 
             for field in dataclasses.fields(one)
             if isinstance(value := getattr(one, field.name), torch.Tensor)
         }
+        for name in ("gate_up_2IE", "gate_up_bias_2I"):
+            if name in tensors:  # pair by pair, so that a tile of a product has both of each
+                tensors[name] = torch.stack(tensors[name].chunk(2), 1).flatten(0, 1).contiguous()
         return dataclasses.replace(one, **tensors)
 
     embed_VE = moved(weights.embed_VE)

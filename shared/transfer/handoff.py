@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from msgspec import Struct
 
 from shared.errors import PeerLost, TransferError
@@ -207,8 +206,8 @@ class PullProtocol(ABC):
         except PeerLost:
             header = Header("", -1, "")
         same_life = header.incarnation == producer.incarnation and header.epoch == producer.epoch
-        table = np.frombuffer(self._scratch, np.uint64, max(self._entries) + 1, HEADER_BYTES)
-        seen = table[self._entries].tolist()
+        table = self._scratch[HEADER_BYTES:][: 8 * (max(self._entries) + 1)].cast("Q")
+        seen = [table[entry] for entry in self._entries]
         self._mark(
             "stale",
             [

@@ -22,7 +22,7 @@ from msgspec.msgpack import encode
 
 from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, PeerLost, TransferError
-from shared.kernels.copying import sums_of
+from shared.kernels.copying import BegunSums
 from shared.telemetry.logs import get_logger
 from shared.transfer.arena import HEADER_BYTES
 from shared.transfer.base import Pieces, ReadOp, ReadState, Sums, TransferBackend
@@ -82,20 +82,25 @@ class _Peer:
 
     def __init__(self, described: Metadata) -> None:
         self.agent = described.agent
+        self.first = described.regions[0]
         self.regions = {r.name: r for r in described.regions}
         self.lists: dict[tuple[str, int], Any] = {}
         self.handles: set[_Handle] = set()
+        #: The read that followed the last notification.
+        self.settling: _Handle | None = None
         self.open = True
 
 
 class _Handle:
-    """One read; ``active`` are its transfers that are under way."""
+    """One read; ``active`` are its transfers that are under way, ``summing`` the checksums of those that have
+    landed, by the number of the first."""
 
     def __init__(self, peer: _Peer, target: Region, sums: Sums | None) -> None:
         self.peer = peer
         self.target = target
         self.sums = sums
         self.active: list[tuple[Any, Run]] = []
+        self.summing: list[tuple[int, BegunSums]] = []
         self.failed = False
         self.state = ReadState.PENDING
 
@@ -157,7 +162,7 @@ class NixlBackend(TransferBackend):
         if added not in (described.agent, described.agent.encode()):
             self.disconnect(peer)
             raise TransferError("malformed transfer metadata")
-        handle = self._start(peer, described.regions[0], self._probe, [ReadOp(0, 0, HEADER_BYTES)], None)
+        handle = self._header(peer)
         deadline = self._clock.now() + _PROBE_S
         while self.poll(handle) is ReadState.PENDING and self._clock.now() < deadline:
             time.sleep(0.0002)
@@ -183,11 +188,15 @@ class NixlBackend(TransferBackend):
         check_ops(ops, source.nbytes, target.nbytes)
         return self._start(peer, source, target, ops, sums)
 
+    def _header(self, peer: _Peer) -> _Handle:
+        """Read a few bytes that nobody looks at. Raises PeerLost."""
+        return self._start(peer, peer.first, self._probe, [ReadOp(0, 0, HEADER_BYTES)], None)
+
     def _start(
         self, peer: _Peer, source: NixlRegion, target: Region, ops: Sequence[ReadOp], sums: Sums | None
     ) -> _Handle:
-        """Where the library copies at once, a run has landed before the next begins, and the cache still has
-        it for its checksums; else all are under way together."""
+        """Where the library copies at once, a run has landed before the next begins, and its checksums are
+        taken during that; else all are under way together."""
         handle = _Handle(peer, target, sums)
         runs = runs_of(ops, sums)
         try:
@@ -272,15 +281,22 @@ class NixlBackend(TransferBackend):
         if outcome != "DONE":
             handle.failed = True
         elif sums is not None and sums.values is not None:
+            self._take_sums(handle)  # of the run before, if nobody has begun them
             pieces = [(op.local_offset, op.nbytes) for op in run.ops]
-            found = sums_of(handle.target.buffer, pieces, sums.unit)
-            sums.values[run.first : run.first + len(found)] = found
+            handle.summing.append((run.first, BegunSums(handle.target.bytes_np, pieces, sums.unit)))
 
     def _settle(self, handle: _Handle) -> None:
         """A read ends when none of it is under way any more."""
         if not handle.active:
+            self._take_sums(handle)
             handle.state = ReadState.FAILED if handle.failed else ReadState.DONE
             handle.peer.handles.discard(handle)
+
+    def _take_sums(self, handle: _Handle) -> None:
+        while handle.summing and handle.sums is not None and handle.sums.values is not None:
+            first, begun = handle.summing.pop()
+            found = begun.finish()
+            handle.sums.values[first : first + len(found)] = found
 
     def _free(self, transfer: Any) -> None:
         try:
@@ -306,6 +322,9 @@ class NixlBackend(TransferBackend):
             self._agent.send_notif(peer.agent, payload)
         except self._errors as error:
             raise PeerLost("the peer takes no notifications") from error
+        # The next read would not end before the peer has taken the message: let one of nothing wait for that.
+        if peer.settling is None or self.poll(peer.settling) is not ReadState.PENDING:
+            peer.settling = self._header(peer)
 
     def notifications(self) -> list[bytes]:
         try:
@@ -320,6 +339,8 @@ class NixlBackend(TransferBackend):
         if not peer.open:
             return
         self._peers.discard(peer)
+        for handle in tuple(peer.handles):
+            self.poll(handle)  # what has ended meanwhile is not to be cancelled
         try:
             self._agent.remove_remote_agent(peer.agent)
         except self._errors:  # gone already

@@ -17,8 +17,8 @@ from shared.transfer.arena import HEADER_BYTES
 from shared.transfer.base import Pieces, ReadOp, Sums
 
 _MAX_ADDRESS = 1 << 62
-#: Bytes of one transfer, when their checksums are wished for.
-_RUN_BYTES = 2 << 20
+#: Bytes of one transfer, when checksums are wished for: during those of the last, nothing is under way.
+_RUN_BYTES = 8 << 20
 #: Blocks that a peer may claim to have; their descriptors take memory here.
 _MAX_PIECES = 1 << 22
 
@@ -88,7 +88,7 @@ def descriptors(address: int, offsets_and_sizes: Sequence[tuple[int, int]]) -> n
 
 
 def runs_of(ops: Sequence[ReadOp], sums: Sums | None) -> list[Run]:
-    """All in one, or, for checksums, cut into what stays in the cache."""
+    """All in one, or, for checksums, cut: those of one part are taken while the next is under way."""
     if sums is None:
         return [Run(ops, 0)] if ops else []
     runs: list[Run] = []

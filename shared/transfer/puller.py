@@ -5,11 +5,10 @@ destination is safe again; the protocol itself is ``handoff``.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from shared.clock import Clock
@@ -18,6 +17,7 @@ from shared.failpoints import FailpointError, Failpoints
 from shared.telemetry.logs import get_logger
 from shared.transfer.agent import NUM_SLOTS, Link, Links, TransferAgent
 from shared.transfer.base import ReadState, TransferBackend
+from shared.transfer.doorbell import Doorbell
 from shared.transfer.handoff import DirectPull, Pull, PullOutcome, PullProtocol, Step
 from shared.transfer.reslice import NUM_STAGES, StagedPull
 from shared.types.transfer import AgentInfo
@@ -26,14 +26,17 @@ _log = get_logger(__name__)
 
 _T = TypeVar("_T")
 
+# Turns without a sleep after a read has begun: on one host its answer is there sooner than a thread can wake.
+_SPINS = 10
 # Sleeps, in seconds. A backend without descriptors to wait on is polled: ever less often while a read
 # is pending, every _HEAR_S while notifications are likely, and rarely else.
 _POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.001
 _WATCH_S = 0.005
-_HEAR_S = 0.002
+_HEAR_S = 0.001
 _LAZY_S = 0.05
 _IDLE_S = 5.0
 _BUSY_S = 1.0
+_SWEEP_S = 1.0
 
 
 class _Lane:
@@ -102,8 +105,10 @@ class Puller:
         self._expecting = False
         self._busy_until = 0.0
         self._lull_s = _POLL_MIN_S
+        self._spins = 0
+        self._swept = clock.now()
         self._commands: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Doorbell()
         self._closing = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="puller", daemon=True)
@@ -136,18 +141,16 @@ class Puller:
         with self._lock:
             first, self._closing = not self._closing, True
             if first:
-                os.eventfd_write(self._wake, 1)
+                self._bell.ring()
         self._thread.join()
         with self._lock:
-            if self._wake >= 0:
-                os.close(self._wake)
-                self._wake = -1
+            self._bell.close()
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._lock:
             if not self._closing:
                 self._commands.append(command)
-                os.eventfd_write(self._wake, 1)
+                self._bell.ring()
 
     # The puller's thread, from here on.
 
@@ -173,8 +176,10 @@ class Puller:
                     self._expire(flight)
         for flight in [f for lane in self._lanes for f in lane.queued if f.deadline <= now]:
             self._expire(flight)
-        self._hear()
-        self._links.drop_idle(lambda link: any(f.link is link for f in self._flights.values()))
+        self._hear(self._agent.backends)
+        if now - self._swept > _SWEEP_S:
+            self._swept = now
+            self._links.drop_idle(lambda link: any(f.link is link for f in self._flights.values()))
         if not (self._commands or any(lane.ready for lane in self._lanes)):
             self._sleep()
 
@@ -202,13 +207,9 @@ class Puller:
         pull = flight.pull
         try:
             flight.slot = flight.lane.free.pop()
+            arenas, scratch = self._agent.arenas, self._agent.scratch
             flight.protocol = flight.lane.protocol(
-                pull,
-                self._agent.arenas,
-                self._agent.scratch,
-                flight.slot,
-                self._failpoints,
-                verify=self._verify,
+                pull, arenas, scratch, flight.slot, self._failpoints, verify=self._verify
             )
             flight.steps = flight.protocol.steps()
             flight.link = self._links.get(pull.producer)
@@ -241,6 +242,7 @@ class Puller:
                 flight.handle = link.backend.read(
                     link.peer, step.remote_region, step.local_region, step.ops, step.sums
                 )
+                self._spins = _SPINS
         except PeerLost:
             self._abandon(flight, "peer_lost")
         except (TransferError, FailpointError) as error:
@@ -348,34 +350,43 @@ class Puller:
                 self._links.drop(link)
             _log.debug("a notification was lost", problem=error.message)
 
-    def _hear(self) -> None:
-        for backend in self._agent.backends:
+    def _hear(self, backends: Sequence[TransferBackend]) -> bool:
+        heard = False
+        for backend in backends:
             for payload in backend.notifications():
+                heard = True
                 self._busy_until = self._clock.now() + _BUSY_S
                 self._tell(self._notified, payload)
+        return heard
 
     def _sleep(self) -> None:
-        polled = {b.name for b in self._agent.backends if not b.filenos()}
-        timeout_s = _IDLE_S
+        if self._flights and self._spins:
+            self._spins -= 1
+            os.sched_yield()
+            return
+        filenos = [backend.filenos() for backend in self._agent.backends]
+        self._bell.watch(fileno for found in filenos for fileno in found)
+        polled = [b for b, found in zip(self._agent.backends, filenos, strict=True) if not found]
         if self._flights:
             timeout_s = _WATCH_S
-            if any(f.link is not None and f.link.backend.name in polled for f in self._flights.values()):
+            if any(f.link is not None and f.link.backend in polled for f in self._flights.values()):
                 # Shorter than a wait on descriptors can be.
                 time.sleep(self._lull_s)
                 self._lull_s = min(2 * self._lull_s, _POLL_MAX_S)
                 timeout_s = 0.0
+            self._bell.sleep(timeout_s)
         elif any(lane.queued for lane in self._lanes):
-            timeout_s = _WATCH_S
-        elif polled:
-            busy = self._expecting or self._clock.now() < self._busy_until
-            timeout_s = _HEAR_S if busy else _LAZY_S
-        watch = select.poll()
-        watch.register(self._wake, select.POLLIN)
-        for backend in self._agent.backends:
-            for fileno in backend.filenos():
-                watch.register(fileno, select.POLLIN)
-        if any(fd == self._wake for fd, _ in watch.poll(timeout_s * 1000)):
-            os.eventfd_read(self._wake)
+            self._bell.sleep(_WATCH_S)
+        elif polled and (self._expecting or self._clock.now() < self._busy_until):
+            self._listen(polled)
+        else:
+            self._bell.sleep(_LAZY_S if polled else _IDLE_S)
+
+    def _listen(self, polled: Sequence[TransferBackend]) -> None:
+        """Hear these, again and again, until there is other news; a whole turn would cost much more."""
+        until = self._clock.now() + _LAZY_S
+        while not (self._bell.sleep(_HEAR_S) or self._hear(polled) or self._clock.now() >= until):
+            pass
 
     def _shut(self) -> None:
         while self._commands:

@@ -65,16 +65,14 @@ class _Peer:
         self.address = b"\0" + metadata.notify
         self.token = metadata.token
         self.pidfd = pidfd
+        self._watch = select.poll()
+        self._watch.register(pidfd, select.POLLIN)
         self.regions: dict[str, NDArray[np.uint8]] = {}
         self.outbox: deque[bytes] = deque(maxlen=_OUTBOX)
 
     def alive(self) -> bool:
         """Whether the process runs (or is frozen)."""
-        if self.pidfd < 0:
-            return False
-        watch = select.poll()
-        watch.register(self.pidfd, select.POLLIN)
-        return not watch.poll(0)
+        return self.pidfd >= 0 and not self._watch.poll(0)
 
     def close(self) -> None:
         self.regions.clear()

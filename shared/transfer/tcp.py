@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import count
 from typing import ClassVar
 
-import numpy as np
 from msgspec import Struct
 from msgspec.msgpack import encode
 
@@ -35,6 +34,7 @@ from shared.transfer.tcp_server import (
     MAGIC,
     MAX_OPS,
     NOTIFY,
+    OP,
     READ,
     REPLY,
     WELCOME,
@@ -243,7 +243,7 @@ class TcpBackend(TransferBackend):
             part = ops[first : first + MAX_OPS]
             request = next(self._requests)
             frames += FRAME.pack(READ, index, 0, len(part), request)
-            frames += np.array([(op.remote_offset, op.nbytes) for op in part], "<u8").tobytes()
+            frames += b"".join([OP.pack(op.remote_offset, op.nbytes) for op in part])
             peer.answers.append(_Answer(handle, request, target.buffer, part))
         if not handle.frames:
             handle.state = ReadState.DONE

@@ -19,12 +19,11 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 
-import numpy as np
-
 from shared.transfer.regions import MAX_NOTIFY_BYTES
 
 HELLO = struct.Struct("<8s16s")
 FRAME = struct.Struct("<BBHIQ")
+OP = struct.Struct("<QQ")
 REPLY = struct.Struct("<QQ")
 MAGIC = b"TRPTCP01"
 WELCOME = b"\x01"
@@ -37,7 +36,7 @@ _MAX_WAITING = 32
 _MAX_NOTES = 4096
 _IOV = 64
 _CHUNK = 4 << 20
-_INBOX = 1 << 16
+_INBOX = 1 << 14
 
 
 class _Malformed(Exception):
@@ -111,15 +110,15 @@ class _Connection:
         return int(end - at)
 
     def _reply(self, request: int, region: memoryview, body: bytes) -> None:
-        ops = np.frombuffer(body, "<u8").reshape(-1, 2)
-        starts, sizes = ops[:, 0], ops[:, 1]
-        # In this order no sum can overflow.
-        if not (
-            np.all(sizes > 0) and np.all(sizes <= region.nbytes) and np.all(starts <= region.nbytes - sizes)
-        ):
-            raise _Malformed
-        pieces = deque(region[a : a + n] for a, n in ops.tolist())
-        pieces.appendleft(memoryview(REPLY.pack(request, int(sizes.sum()))))
+        # Not by numpy: most frames are short, and then its calls take longer than all the rest.
+        pieces: deque[memoryview] = deque()
+        total = 0
+        for start, nbytes in OP.iter_unpack(body):
+            if not 0 < nbytes <= region.nbytes - start:
+                raise _Malformed
+            pieces.append(region[start : start + nbytes])
+            total += nbytes
+        pieces.appendleft(memoryview(REPLY.pack(request, total)))
         self._replies.append(pieces)
         self.waiting += 1
 

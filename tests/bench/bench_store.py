@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import ctypes
 import gc
-import queue
 import random
 import statistics
 import time
@@ -22,68 +21,30 @@ from typing import Any
 import numpy as np
 
 from shared.clock import ManualClock, MonotonicClock, SystemEntropy
-from shared.config.services import TransferConfig
 from shared.failpoints import Failpoints
-from shared.kernels.checksum import head_checksums
 from shared.kv_cache.block_hash import BlockHasher
-from shared.kv_cache.block_pool import BlockPool
 from shared.tiering.base import Filled
 from shared.tiering.cpu import CpuTier
 from shared.tiering.kv_store import KvStore, Limits
 from shared.tiering.pulls import Pulls
-from shared.transfer.agent import TransferAgent
 from shared.transfer.arena import Arena
-from shared.transfer.factory import make_backends
-from shared.transfer.handoff import BlockPull, Pull, PullOutcome
-from shared.transfer.puller import Puller
 from shared.types.store import OfferedBlock, StoreHit
-from shared.types.transfer import AgentInfo, BlockRef
+from tests.bench.bench_store_mooncake import mooncake_figures
 from tests.bench.figures import Figure, record, save, table
 from tests.bench.setting import end_on_sigterm, say, where
 from tests.bench.store_policies import policy_details
 from tests.bench.store_process import restart_figures, rpc_figures
-from tests.bench.store_setting import IDENTITY, LARGE, PREFIX, chain, tokens_of
+from tests.bench.store_setting import IDENTITY, LARGE, PREFIX, Side, chain, commit, tokens_of
 from tests.fakes.tiers import below
 
 # --- a hit beside memcpy --------------------------------------------------------------------------
-
-
-class Side:
-    """An arena with its agent and its puller; outcomes go to a queue."""
-
-    def __init__(self, name: str, num_blocks: int, extent_bytes: int) -> None:
-        incarnation = SystemEntropy().hex_id()
-        self.arena = Arena.create("kv", (num_blocks,), (extent_bytes,), incarnation)
-        np.frombuffer(self.arena.buffer, np.uint8)[self.arena.info.data_offsets[0] :] = 1
-        config = TransferConfig(order=("shm",))
-        self.agent = TransferAgent(
-            name, incarnation, make_backends(config, name), {"kv": self.arena}, ["shm"]
-        )
-        self.outcomes: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-        self.puller = Puller(
-            self.agent,
-            deliver=self.outcomes.put,
-            settled=lambda pull_id: None,
-            notified=lambda payload: None,
-            clock=MonotonicClock(),
-            deadline_s=60.0,
-        )
-
-    def info(self) -> AgentInfo:
-        return self.agent.info(LARGE)
-
-    def close(self) -> None:
-        self.puller.close()
-        self.agent.close()
-        self.arena.close()
 
 
 class HitPath:
     """A worker, a store and a reader in one process: the store holds what the worker offered."""
 
     def __init__(self, num_blocks: int) -> None:
-        extent = LARGE.groups[0].extent_bytes(LARGE.block_size)
-        self._sides = [Side(name, num_blocks, extent) for name in ("worker", "store", "reader")]
+        self._sides = [Side(name, num_blocks, LARGE) for name in ("worker", "store", "reader")]
         worker, store, self._reader = self._sides
         self._pulls = Pulls("kv", lambda outcome: None)
         self._pulls.bind(store.puller)
@@ -102,26 +63,14 @@ class HitPath:
         rng = random.Random(num_blocks)
         self.keys = chain(BlockHasher(IDENTITY, 16), tokens_of(rng, num_blocks))
         places = rng.sample(range(num_blocks), num_blocks)
-        offered = [
-            OfferedBlock(key, self._fill(worker, at)) for key, at in zip(self.keys, places, strict=True)
-        ]
+        offered = [OfferedBlock(key, worker.fill(at)) for key, at in zip(self.keys, places, strict=True)]
         kept: list[int] = []
         self._store.offer(worker.info(), offered, kept.append)
         self._pulls.on_outcome(store.outcomes.get(timeout=60))
         if kept != [num_blocks]:
             raise RuntimeError("the store did not keep what it was offered")
         self._local = rng.sample(range(num_blocks), num_blocks)
-        self._num_pulls = 0
         self._memcpy = self._moves()
-
-    @staticmethod
-    def _fill(side: Side, block_id: int) -> BlockRef:
-        block = side.arena.block(0, block_id)
-        np.frombuffer(block, np.uint64)[:] = np.random.default_rng(block_id).integers(1 << 60)
-        generations = side.arena.generations(0)
-        generations[block_id] += 1
-        heads = LARGE.groups[0].num_kv_heads
-        return BlockRef(block_id, int(generations[block_id]), head_checksums(block, heads))
 
     def _moves(self) -> list[tuple[int, int, int]]:
         _, store, reader = self._sides
@@ -145,19 +94,10 @@ class HitPath:
         found: list[StoreHit] = []
         self._store.lookup(LARGE, self.keys, found.append)
         (hit,) = found
-        refs = hit.runs[0].blocks
-        self._num_pulls += 1
-        pairs = tuple(map(BlockPull, refs, self._local))
-        heads = LARGE.groups[0].num_kv_heads
-        self._reader.puller.submit(Pull(f"p{self._num_pulls}", hit.runs[0].producer, "kv", 0, pairs, heads))
-        outcome = self._reader.outcomes.get(timeout=60)
-        if outcome.reason or hit.num_blocks != len(self.keys):
-            raise RuntimeError(f"a hit failed: {outcome.reason}")
-        pool = BlockPool(len(self.keys))
-        ids = pool.allocate(len(self.keys))
-        for block_id, ref, key in zip(ids, refs, self.keys, strict=True):
-            pool.set_checksums(block_id, ref.checksums)
-            pool.publish(block_id, key.block_hash, key.parent, key.token_ids, key.media)
+        if hit.num_blocks != len(self.keys):
+            raise RuntimeError(f"a hit of {hit.num_blocks} blocks")
+        self._reader.pull(hit.runs[0], self._local)
+        commit(self.keys, hit.runs[0].blocks)
         self._store.release([hit.lease_id])
 
     def close(self) -> None:
@@ -250,6 +190,10 @@ def main() -> None:
     say("hits beside memcpy")
     found, details = hit_figures(args.rounds)
     figures += found
+    say("beside Mooncake")
+    found, more = mooncake_figures(args.rounds)
+    figures += found
+    details |= more
     say("RPCs")
     figures += asyncio.run(rpc_figures())
     say("restart")

@@ -76,7 +76,7 @@ def _add_norm(
 
 
 def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``, where each row holds gate, then up."""
+    """``silu(gate) * up``, where each row holds them pair by pair: gate, up, gate, up ..."""
     tokens, width = gate_up_T2I.shape
     out_TI = torch.empty(tokens, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     if tokens:
@@ -87,8 +87,9 @@ def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
 
 def silu_mul_twin(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """Torch reference of ``silu_mul``."""
-    gate_TI, up_TI = gate_up_T2I.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate_TI) * up_TI).to(gate_up_T2I.dtype)
+    gate_TI, up_TI = gate_up_T2I.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gated_TI: torch.Tensor = torch.nn.functional.silu(gate_TI) * up_TI
+    return gated_TI.to(gate_up_T2I.dtype)
 
 
 _PIECE = 1024
@@ -99,6 +100,7 @@ def _silu_mul(gate_up, out, inner, stride, PIECE: tl.constexpr):
     token = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     inside = at < inner
-    gate = tl.load(gate_up + token * stride + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gate_up + token * stride + inner + at, mask=inside, other=0).to(tl.float32)
+    both = tl.program_id(0) * PIECE * 2 + tl.arange(0, PIECE * 2)
+    pairs = tl.load(gate_up + token * stride + both, mask=both < 2 * inner, other=0).to(tl.float32)
+    gate, up = tl.split(pairs.reshape(PIECE, 2))
     tl.store(out + token * inner + at, gate / (1 + tl.exp(-gate)) * up, mask=inside)

@@ -64,9 +64,31 @@ def likeliest(logits_SV: torch.Tensor, rows_S: torch.Tensor, last_R: torch.Tenso
         _peaks[(pieces, sampled)](
             logits_SV, peaks_SP, ids_SP, vocabulary, pieces, logits_SV.stride(0), PIECE=_PIECE, num_warps=8
         )
-        width = triton.next_power_of_2(pieces)
-        _likeliest[(sampled,)](peaks_SP, ids_SP, rows_S, last_R, tokens_S, pieces, WIDTH=width, num_warps=1)
+        likeliest_of(peaks_SP, ids_SP, rows_S, last_R, tokens_S)
     return tokens_S
+
+
+def likeliest_of(
+    peaks_SP: torch.Tensor,
+    ids_SP: torch.Tensor,
+    rows_S: torch.Tensor,
+    last_R: torch.Tensor,
+    tokens_S: torch.Tensor,
+) -> None:
+    """``likeliest`` from the largest logit of each piece, in float32 (inf where one is NaN), and its id."""
+    pieces = peaks_SP.shape[1]
+    width = triton.next_power_of_2(pieces)
+    _likeliest[(len(tokens_S),)](
+        peaks_SP,
+        ids_SP,
+        rows_S,
+        last_R,
+        tokens_S,
+        pieces,
+        *peaks_SP.stride(),
+        WIDTH=width,
+        num_warps=8 if width > 1024 else 1,
+    )
 
 
 def likeliest_twin(logits_SV: torch.Tensor, rows_S: torch.Tensor, last_R: torch.Tensor) -> torch.Tensor:
@@ -89,18 +111,19 @@ def _peaks(logits, peaks, ids, vocabulary, pieces, stride, PIECE: tl.constexpr):
         tl.float32
     )
     bad = tl.max((x != x).to(tl.int32), 0)
-    peak, place = tl.max(x, 0, return_indices=True)
+    peak, place = tl.max(tl.where(x == x, x, float("-inf")), 0, return_indices=True)
     tl.store(peaks + row * pieces + piece, tl.where(bad > 0, float("inf"), peak))
     tl.store(ids + row * pieces + piece, piece * PIECE + place)
 
 
 @triton.jit
-def _likeliest(peaks, ids, rows, last, tokens, pieces, WIDTH: tl.constexpr):
+def _likeliest(peaks, ids, rows, last, tokens, pieces, row_stride, piece_stride, WIDTH: tl.constexpr):
     at_row = tl.program_id(0)
     at = tl.arange(0, WIDTH)
-    found = tl.load(peaks + at_row * pieces + at, mask=at < pieces, other=float("-inf"))
-    peak, place = tl.max(found, 0, return_indices=True)
-    token = tl.load(ids + at_row * pieces + place)
+    place = at_row * row_stride + at * piece_stride
+    found = tl.load(peaks + place, mask=at < pieces, other=float("-inf"))
+    peak, piece = tl.max(found, 0, return_indices=True)
+    token = tl.load(ids + at_row * row_stride + piece * piece_stride)
     finite = (peak < float("inf")) & (peak > float("-inf"))
     token = tl.where(finite, token, -1)
     tl.store(tokens + at_row, token)

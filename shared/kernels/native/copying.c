@@ -3,6 +3,7 @@
  * A plain copy first loads every line of the target that it is about to overwrite. What is large is stored
  * past the cache here, which saves a third of the traffic. With checksums, each piece is hashed a kilobyte
  * at a time, from the target, while the first level of the cache has it. */
+#include "helper.h"
 #include "xxh3.h"
 
 #if defined(__AVX__)
@@ -13,6 +14,7 @@
 
 #define PAST_CACHE_TOTAL (1 << 20) /* bytes in a call, and in one copy of it, from which on that pays */
 #define PAST_CACHE_COPY (1 << 13)
+#define SHARED_TOTAL (2 << 20) /* bytes from which on two threads are sooner done than one */
 
 typedef struct {
     int64_t source, target, nbytes; /* offsets */
@@ -59,11 +61,52 @@ void triptych_copy(uint8_t *target, const uint8_t *source, const Copy *copies, i
     FENCE;
 }
 
-/* The same, and the hash of every ``piece`` bytes of each copy, in order. Each copy is a whole number of
- * pieces, of more than XXH3_SHORT bytes. */
-void triptych_copy_sums(uint8_t *target, const uint8_t *source, const Copy *copies, int64_t count,
-                        int64_t piece, uint64_t *sums) {
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t at = 0; at < copies[i].nbytes; at += piece)
-            *sums++ = xxh3_copied(target + copies[i].target + at, source + copies[i].source + at, piece);
+/* Of each copy, whether made by this or there already (no source), the hash of every ``piece`` bytes, in order.
+ * Each copy is a whole number of pieces, of more than XXH3_SHORT bytes. */
+struct Work {
+    Shared shared;
+    uint8_t *target;
+    const uint8_t *source;
+    const Copy *copies;
+    int64_t piece;
+    uint64_t *sums;
+    int64_t num_sums;
+    int64_t next; /* that nobody has taken */
+};
+
+static void take_sums(Work *w) {
+    const Copy *copy = w->copies;
+    int64_t i, first = 0; /* first: the number of the copy's first sum */
+    while ((i = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < w->num_sums) {
+        for (; i - first >= copy->nbytes / w->piece; copy++) first += copy->nbytes / w->piece;
+        const int64_t at = (i - first) * w->piece;
+        uint8_t *target = w->target + copy->target + at;
+        w->sums[i] = w->source ? xxh3_filled(target, w->source + copy->source + at, w->piece)
+                               : xxh3_filled(target, NULL, w->piece);
+    }
+}
+
+int triptych_helper(void) { return helper_start(); }
+
+int64_t triptych_work_bytes(void) { return sizeof(Work); }
+
+/* Fill ``work`` and let the helper begin; to be ended, and only then moved. Returns 0 when nobody begins. */
+int triptych_sums_begin(Work *work, uint8_t *target, const uint8_t *source, const Copy *copies, int64_t piece,
+                        uint64_t *sums, int64_t num_sums) {
+    *work = (Work){{take_sums, 0, NULL}, target, source, copies, piece, sums, num_sums, 0};
+    return helper_begin(work);
+}
+
+void triptych_sums_end(Work *work) { helper_end(work); }
+
+/* Both in one, without the helper when that would take longer than the work. */
+void triptych_copy_sums(uint8_t *target, const uint8_t *source, const Copy *copies, int64_t piece,
+                        uint64_t *sums, int64_t num_sums) {
+    Work work = {{take_sums, 0, NULL}, target, source, copies, piece, sums, num_sums, 0};
+    if (piece * num_sums < SHARED_TOTAL) {
+        take_sums(&work);
+    } else {
+        helper_begin(&work);
+        helper_end(&work);
+    }
 }

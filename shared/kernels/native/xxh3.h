@@ -1,4 +1,4 @@
-/* xxh3_64 with seed 0 of more than XXH3_SHORT bytes, taken while they are copied.
+/* xxh3_64 with seed 0 of more than XXH3_SHORT bytes, of memory or taken while it is filled.
  *
  * The algorithm (constants, order of operations) is that of the xxHash specification, so the values are the
  * same as any other implementation's. Little-endian machines only, like the whole project. */
@@ -88,22 +88,23 @@ static inline uint64_t xxh_finished(const XxhState *s, uint64_t nbytes) {
     return sum ^ (sum >> 32);
 }
 
-/* Copy, and hash what the target then holds. */
-static uint64_t xxh3_copied(uint8_t *target, const uint8_t *source, int64_t nbytes) {
+/* Copy unless there is no source, and hash what the target then holds. */
+static inline __attribute__((always_inline)) uint64_t xxh3_filled(uint8_t *target, const uint8_t *source,
+                                                                  int64_t nbytes) {
     XxhState s = {{0xC2B2AE3Du, 0x9E3779B185EBCA87u, 0xC2B2AE3D27D4EB4Fu, 0x165667B19E3779F9u},
                   {0x85EBCA77C2B2AE63u, 0x85EBCA77u, 0x27D4EB2F165667C5u, 0x9E3779B1u}};
     int64_t at = 0;
     for (; at + XXH3_BLOCK < nbytes; at += XXH3_BLOCK) {
         for (int i = 0; i < XXH3_BLOCK; i += XXH3_STRIPE) {
-            __builtin_prefetch(source + at + i + XXH3_AHEAD);
-            memcpy(target + at + i, source + at + i, XXH3_STRIPE);
+            __builtin_prefetch((source ? source : target) + at + i + XXH3_AHEAD);
+            if (source) memcpy(target + at + i, source + at + i, XXH3_STRIPE);
         }
         __asm__ volatile("" ::: "memory"); /* from here on it is the target that is read */
         for (int i = 0; i < XXH3_BLOCK; i += XXH3_STRIPE) xxh_stripe(&s, target + at + i, XXH3_SECRET + i / 8);
         s.low = xxh_scrambled(s.low, XXH3_SECRET + XXH3_SECRET_LAST);
         s.high = xxh_scrambled(s.high, XXH3_SECRET + XXH3_SECRET_LAST + 32);
     }
-    memcpy(target + at, source + at, nbytes - at);
+    if (source) memcpy(target + at, source + at, nbytes - at);
     __asm__ volatile("" ::: "memory");
     for (int64_t i = at; i + XXH3_STRIPE < nbytes; i += XXH3_STRIPE)
         xxh_stripe(&s, target + i, XXH3_SECRET + (i - at) / 8);

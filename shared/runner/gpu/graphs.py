@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared.kernels.gpu.tokens import likeliest
 from shared.models.gpu_decoder import GpuDecoder
 from shared.runner.gpu.device import Device
 from shared.runner.gpu.rows import PADDING, DeviceRows
@@ -70,23 +69,15 @@ class _Graph:
     def __init__(self, decoder: GpuDecoder, rows: DeviceRows, size: int, device: Device, pool: Any) -> None:
         self._size = size
         self._inputs_3B = torch.full((3, size), PADDING, dtype=torch.int32, device=device.device)
-        self._inputs_3B[0] = 0
-        tiles = torch.stack((torch.arange(size), torch.ones(size, dtype=torch.int64)), 1)
-        self._tiles_B2 = tiles.int().to(device.device)
+        step = decoder.decode_step(size)
         # What is compiled or chosen at first use must not be captured.
-        self._step(decoder, rows)
+        token_ids_B, rows_B, positions_B = self._inputs_3B
+        step(token_ids_B, rows_B, positions_B, rows.last_R)
         torch.cuda.synchronize(device.device)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            self._logits_BV, self._tokens_B = self._step(decoder, rows)
-
-    def _step(self, decoder: GpuDecoder, rows: DeviceRows) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids_B, rows_B, positions_B = self._inputs_3B
-        x_BE = decoder.embed(token_ids_B, rows_B, rows.last_R)
-        starts = tuple(range(self._size + 1))
-        normed_BE = decoder.forward(x_BE, rows_B, positions_B, starts, self._tiles_B2)
-        logits_BV = decoder.logits(normed_BE)
-        return logits_BV, likeliest(logits_BV, rows_B, rows.last_R)
+            self._logits_BV, self._tokens_B = step(token_ids_B, rows_B, positions_B, rows.last_R)
+        self._step = step
 
     def run(self, steps: Sequence[RowStep], device: Device) -> Decoded:
         count = len(steps)

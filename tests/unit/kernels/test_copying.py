@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from shared.kernels import copying
-from shared.kernels.copying import copy_and_sum, copy_pieces, sums_of
+from shared.kernels.copying import BegunSums, copy_and_sum, copy_pieces, sums_of
 
 
 @pytest.fixture(params=["compiled", "numpy"])
@@ -61,6 +61,46 @@ def test_checksums_are_those_of_the_reference(way: None, unit: int) -> None:
     assert sums == sums_of(target.data, [(local, nbytes) for _, local, nbytes in pieces], unit)
     for remote, local, nbytes in pieces:
         np.testing.assert_array_equal(target[local : local + nbytes], source[remote : remote + nbytes])
+
+
+@pytest.mark.parametrize("unit", [100, 4096, 131_072])
+def test_checksums_of_much_are_right_whoever_takes_them(way: None, unit: int) -> None:
+    """Enough for two threads, again and again, in pieces of several sizes."""
+    random = np.random.default_rng(unit)
+    sizes = random.integers(1, 5, max(2, (2 << 20) // (3 * unit))) * unit
+    order = random.permutation(len(sizes))
+    places = np.empty(len(sizes), np.int64)
+    places[order] = np.cumsum(sizes[order]) - sizes[order]
+    source = random.integers(0, 256, int(sizes.sum()) + 64, np.uint8)
+    pieces = list(zip((places + 7).tolist(), places.tolist(), sizes.tolist(), strict=True))
+    expected = sums_of(source.data, [(remote, nbytes) for remote, _, nbytes in pieces], unit)
+    for _ in range(5):
+        target = np.zeros(source.size, np.uint8)
+        assert copy_and_sum(target, source, pieces, unit) == expected
+        np.testing.assert_array_equal(target[: sizes.sum()], source[7 : 7 + sizes.sum()])
+
+
+@pytest.mark.parametrize("unit", [64, 300, 65_536])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_begun_checksums_can_be_had_in_any_order_or_not_at_all(
+    way: None, unit: int, order: tuple[int, ...]
+) -> None:
+    target = np.random.default_rng(unit).integers(0, 256, 20 * unit, np.uint8)
+    pieces = [[(4 * i * unit + 3, 3 * unit), (17 * unit, unit), (i, 2 * unit)] for i in range(4)]
+    begun = [BegunSums(target, some, unit) for some in pieces]
+    for _ in range(3):
+        BegunSums(target, pieces[0], unit)
+    for i in order:
+        found = begun[i].finish()
+        assert found == sums_of(target.data, pieces[i], unit) == begun[i].finish()
+
+
+def test_nothing_is_read_through_begun_checksums_once_they_are_finished(way: None) -> None:
+    target = np.zeros(1 << 20, np.uint8)
+    begun = BegunSums(target, [(0, 1 << 20)], 1 << 10)
+    before = begun.finish()
+    target[:] = 1
+    assert begun.finish() == before == [xxhash.xxh3_64_intdigest(bytes(1 << 10))] * (1 << 10)
 
 
 @pytest.mark.parametrize("unit", [0, -1, 3])

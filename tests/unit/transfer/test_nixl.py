@@ -55,12 +55,7 @@ class Side:
 def sides() -> Iterator[tuple[Side, Side]]:
     ours, theirs = Side("ours", 1), Side("theirs", 2)
     over = threading.Event()
-
-    def serve() -> None:
-        while not over.wait(0.001):
-            theirs.backend.notifications()
-
-    serving = threading.Thread(target=serve)
+    serving = threading.Thread(target=lambda: _serve(theirs, over))
     serving.start()
     yield ours, theirs
     ours.close()
@@ -105,6 +100,33 @@ def test_checksums_are_taken_run_by_run(sides: tuple[Side, Side], monkeypatch: p
         places = [(op.local_offset + at, 256) for op in ops for at in range(0, op.nbytes, 256)]
         assert sums.values == [checksum(ours.arena.buffer[at : at + n]) for at, n in places]
         assert len(set(sums.values)) == len(ops)
+
+
+def test_no_read_waits_for_a_notification_of_before() -> None:
+    """Once the peer has taken it: from then on nobody drives the peer."""
+    ours, theirs = Side("ours", 1), Side("theirs", 2)
+    try:
+        over = threading.Event()
+        serving = threading.Thread(target=lambda: _serve(theirs, over))
+        serving.start()
+        peer = ours.backend.connect("theirs", theirs.backend.describe())
+        ours.backend.notify(peer, b"hello")
+        settling = peer.settling
+        assert settling is not None
+        while ours.backend.poll(settling) is ReadState.PENDING:
+            pass
+        over.set()
+        serving.join()
+        ours.read(peer, ours.ops((1, 1)))
+        assert bytes(ours.arena.block(0, 1)) == bytes([2]) * EXTENT
+    finally:
+        ours.close()
+        theirs.close()
+
+
+def _serve(side: Side, over: threading.Event) -> None:
+    while not over.wait(0.001):
+        side.backend.notifications()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 
 from shared.kernels.batch import Batch, Heads, PagedKV
 from shared.kernels.decoder import LayerWeights
+from shared.kernels.gpu.attention import Spans
 from shared.kernels.gpu.decode import LARGE_BATCH, DecodeLayers, plan_for
 from shared.kernels.gpu.decode_attention import DecodeAttention
 from shared.kernels.gpu.decoder import GpuDecoderLayers, attend_any, attend_one, linear
@@ -66,12 +67,13 @@ class GpuDecoder:
         positions_T: torch.Tensor,
         starts: tuple[int, ...],
         tiles_N2: torch.Tensor,
+        fresh: Spans = (),
     ) -> torch.Tensor:
         """Run all layers, storing the step's KV; returns what ``logits`` takes. ``x_TE`` is spent. Tokens at
         negative positions are padding: what is returned for them means nothing."""
         places_T = positions_T.clamp(min=0).long()
         batch = Batch(rows_T, positions_T, starts, self._cos_PD[places_T], self._sin_PD[places_T])
-        return self._layers(x_TE, attend_any(self._heads, batch, tiles_N2))
+        return self._layers(x_TE, attend_any(self._heads, batch, tiles_N2, fresh))
 
     def forward_one(
         self, x_BE: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, kernel: DecodeAttention

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared.kernels.batch import Batch, Heads, PagedKV
 
@@ -25,7 +26,10 @@ from shared.kernels.batch import Batch, Heads, PagedKV
 TILE_KEYS = 64
 #: Most rows of a tile of queries, tokens x G, for chunks and for single tokens.
 _TILE_ROWS, _FEWEST_ROWS = 128, 16
-_LOG2E = 1.4426950408889634
+#: Rows without context and with so many tokens are given to torch's attention.
+FRESH_TOKENS = 1024
+#: First and last token (exclusive) of rows.
+Spans = tuple[tuple[int, int], ...]
 
 
 def rotary_store(
@@ -116,12 +120,38 @@ def _rotary_store(
     tl.store(slot + DIM // 2 + half, tl.load(at + DIM // 2 + half, mask=inside), mask=inside)
 
 
-def query_tiles(starts: Sequence[int], heads: Heads) -> NDArray[np.int32]:
-    """[N, 2]: first token and number of tokens of each tile of a batch with these ``starts``."""
+def query_tiles(starts: Sequence[int], heads: Heads, fresh: Spans = ()) -> NDArray[np.int32]:
+    """[N, 2]: first token and number of tokens of each tile of a batch with these ``starts``; without the
+    spans of tokens that ``attention_fresh`` takes."""
     most = tokens_of_a_tile(heads)
-    runs = pairwise(starts)
+    runs = [run for run in pairwise(starts) if run not in fresh]
     tiles = [(at, min(most, last - at)) for first, last in runs for at in range(first, last, most)]
     return np.array(tiles, np.int32).reshape(-1, 2)
+
+
+def fresh_spans(starts: Sequence[int], firsts: Sequence[int], kv: Sequence[PagedKV]) -> Spans:
+    """The rows that have no context yet, and tokens enough that attention over contiguous keys pays."""
+    window = min((group.window for group in kv if group.window is not None), default=None)
+    return tuple(
+        (start, stop)
+        for first, (start, stop) in zip(firsts, pairwise(starts), strict=True)
+        if first == 0 and stop - start >= FRESH_TOKENS and (window is None or stop - start <= window)
+    )
+
+
+def attention_fresh(qkv_TW: torch.Tensor, heads: Heads, spans: Spans, out_TW: torch.Tensor) -> None:
+    """``attention`` of rows without context, by torch's own kernels: they read the step's keys and values
+    where those were made instead of from blocks. Rounded otherwise than ``attention``."""
+    q_THD, k_TKD, v_TKD = qkv_TW.unflatten(1, (-1, heads.dim)).split(
+        (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1
+    )
+    for start, stop in spans:
+        q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=1.0, enable_gqa=True
+            )
+        out_TW[start:stop] = mixed[0].transpose(0, 1).flatten(1)
 
 
 def tokens_of_a_tile(heads: Heads) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from shared.kernels.batch import Batch, Heads, PagedKV
 from shared.kernels.decoder import LayerWeights
-from shared.kernels.gpu.attention import attention, rotary_store
+from shared.kernels.gpu.attention import Spans, attention, attention_fresh, rotary_store
 from shared.kernels.gpu.decode_attention import DecodeAttention
 from shared.kernels.gpu.pointwise import add_norm, norm, silu_mul
 
@@ -21,12 +21,15 @@ from shared.kernels.gpu.pointwise import add_norm, norm, silu_mul
 Attend = Callable[[torch.Tensor, LayerWeights, PagedKV], torch.Tensor]
 
 
-def attend_any(heads: Heads, batch: Batch, tiles_N2: torch.Tensor) -> Attend:
-    """For any step. ``tiles_N2`` are its ``query_tiles``, on the device."""
+def attend_any(heads: Heads, batch: Batch, tiles_N2: torch.Tensor, fresh: Spans = ()) -> Attend:
+    """For any step. ``tiles_N2`` are its ``query_tiles``, on the device, without the ``fresh_spans``."""
 
     def attend(qkv_TW: torch.Tensor, layer: LayerWeights, kv: PagedKV) -> torch.Tensor:
         rotary_store(qkv_TW, heads, batch, kv, layer.index, layer.q_norm_D, layer.k_norm_D)
-        return attention(qkv_TW, heads, batch, kv, layer.index, tiles_N2)
+        out = attention(qkv_TW, heads, batch, kv, layer.index, tiles_N2)
+        if fresh:
+            attention_fresh(qkv_TW, heads, fresh, out)
+        return out
 
     return attend
 

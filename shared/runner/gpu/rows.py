@@ -24,8 +24,9 @@ from shared.step import NewRow, RowStep
 
 #: Row and position of what fills a step up.
 PADDING = -1
-#: First tokens and counts of the tiles of a step whose rows begin at these tokens.
-Tiling = Callable[[Sequence[int]], NDArray[np.int32]]
+#: From the tokens at which rows begin, and their positions there: first tokens and counts of the tiles of
+#: queries, and the rows (first and last token) that go without tiles.
+Tiling = Callable[[Sequence[int], Sequence[int]], tuple[NDArray[np.int32], tuple[tuple[int, int], ...]]]
 
 
 @dataclass
@@ -37,8 +38,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step, on the device but for ``starts`` and ``rows``. ``sampled_from_S`` is the token whose logits
-    each of ``rows`` uses; media tensors index tokens and rows of the embedding memory, on the host."""
+    """One step, on the device but for ``starts``, ``fresh`` (see ``Tiling``) and ``rows``.
+
+    ``sampled_from_S`` is the token whose logits each of ``rows`` uses. Media tensors index tokens and rows of
+    the embedding memory; they are on the host."""
 
     token_ids_T: torch.Tensor
     rows_T: torch.Tensor
@@ -47,6 +50,7 @@ class StepInputs:
     sampled_from_S: torch.Tensor
     sample_rows_S: torch.Tensor
     starts: tuple[int, ...]
+    fresh: tuple[tuple[int, int], ...]
     rows: tuple[int, ...]
     media_tokens_A: torch.Tensor | None = None
     media_rows_A: torch.Tensor | None = None
@@ -92,19 +96,29 @@ class DeviceRows:
         counts = [len(step.token_ids) for step in steps]
         starts = (0, *accumulate(counts))
         rows = tuple(row for step in steps for row in step.sample_rows)
+        tiles, fresh = self._tiling(starts, [step.first for step in steps])
         parts = (
             np.array([token for step in steps for token in step.token_ids], np.int32),
             np.repeat(np.array([step.row for step in steps], np.int32), counts),
             _positions(steps, counts, starts),
-            self._tiling(starts).reshape(-1),
+            tiles.reshape(-1),
             np.repeat(np.array(starts[1:], np.int32) - 1, [len(step.sample_rows) for step in steps]),
             np.array(rows, np.int32),
         )
         on_device = torch.split(self._device.upload(np.concatenate(parts)), [len(part) for part in parts])
-        token_ids, rows_T, positions, tiles, sampled_from, sample_rows = on_device
+        token_ids, rows_T, positions, tiles_2N, sampled_from, sample_rows = on_device
         media = self._media(steps, starts)
         return StepInputs(
-            token_ids, rows_T, positions, tiles.view(-1, 2), sampled_from, sample_rows, starts, rows, *media
+            token_ids,
+            rows_T,
+            positions,
+            tiles_2N.view(-1, 2),
+            sampled_from,
+            sample_rows,
+            starts,
+            fresh,
+            rows,
+            *media,
         )
 
     def update_tables(self, steps: Sequence[RowStep]) -> None:

@@ -10,14 +10,15 @@ Shapes: T = tokens of a step, S = sampled rows, E = hidden features, V = valid t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shared.errors import ConfigError
 from shared.kernels.batch import Heads, PagedKV
-from shared.kernels.gpu.attention import query_tiles
+from shared.kernels.gpu.attention import fresh_spans, query_tiles
 from shared.kernels.gpu.checksum import block_sums
 from shared.kernels.gpu.tokens import FAILED, likeliest
 from shared.models.config import ModelConfig
@@ -55,7 +56,7 @@ class GpuRunner(Runner):
             raise ConfigError(f"max_model_len {max_model_len} exceeds the model's {config.max_position}")
         if [tensor.shape[1:] for tensor in kv] != [_block_shape(spec, g) for g in range(len(spec.groups))]:
             raise ConfigError("the KV memory is not that of the model")
-        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, 1.0, config.rms_norm_eps)
+        self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, 1.0, config.rms_norm_eps)
         self._spec, self._kv, self._device = spec, list(kv), device
         self._embeddings = None if embeddings is None else embeddings.tensor()
         self._rows = DeviceRows(
@@ -65,13 +66,13 @@ class GpuRunner(Runner):
             spec.num_blocks_for(max_model_len),
             config.eos_token_ids,
             embeddings.rows_per_block if embeddings else 1,
-            partial(query_tiles, heads=heads),
+            self._tiles,
         )
-        groups = [
+        self._groups = [
             PagedKV(tensor, tables, group.window)
             for tensor, tables, group in zip(kv, self._rows.tables_GRM, spec.groups, strict=True)
         ]
-        self._decoder = GpuDecoder(config, weights, groups)
+        self._decoder = GpuDecoder(config, weights, self._groups)
         self._decode = decode_steps(self._decoder, self._rows, device, max_rows)
 
     @torch.inference_mode()
@@ -90,6 +91,13 @@ class GpuRunner(Runner):
     def close(self) -> None:
         self._kv.clear()
 
+    def _tiles(
+        self, starts: Sequence[int], firsts: Sequence[int]
+    ) -> tuple[NDArray[np.int32], tuple[tuple[int, int], ...]]:
+        on_gpu = self._device.device.type == "cuda"
+        fresh = fresh_spans(starts, firsts, self._groups) if on_gpu else ()
+        return query_tiles(starts, self._heads, fresh), fresh
+
     def _compute(self, steps: Sequence[RowStep]) -> _Sampled:
         self._rows.update_tables(steps)
         if self._rows.is_decode(steps):
@@ -103,7 +111,7 @@ class GpuRunner(Runner):
             media_AE = self._embeddings[inputs.media_rows_A].to(x_TE)
             x_TE[inputs.media_tokens_A.to(x_TE.device)] = media_AE
         normed_TE = self._decoder.forward(
-            x_TE, inputs.rows_T, inputs.positions_T, inputs.starts, inputs.tiles_N2
+            x_TE, inputs.rows_T, inputs.positions_T, inputs.starts, inputs.tiles_N2, inputs.fresh
         )
         if not inputs.rows:
             return _Sampled()

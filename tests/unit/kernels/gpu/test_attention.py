@@ -7,7 +7,14 @@ import torch
 
 from shared.kernels.attention import attention_twin, rotary_store_twin
 from shared.kernels.batch import Batch, PagedKV
-from shared.kernels.gpu.attention import attention, query_tiles, rotary_store, tokens_of_a_tile
+from shared.kernels.gpu.attention import (
+    attention,
+    attention_fresh,
+    fresh_spans,
+    query_tiles,
+    rotary_store,
+    tokens_of_a_tile,
+)
 from tests.unit.kernels.geometry import Case, make_case, slice_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,3 +106,25 @@ def test_tiles_cover_every_token_once() -> None:
     tiles = query_tiles(case.batch.starts, case.heads).tolist()
     assert [t for first, count in tiles for t in range(first, first + count)] == list(range(265))
     assert max(count for _, count in tiles) == tokens_of_a_tile(case.heads) == 32
+
+
+def test_rows_without_context_may_go_another_way() -> None:
+    starts, firsts = (0, 1500, 1501, 3000, 3900), (0, 7, 64, 0)
+    group = PagedKV(torch.empty(1, 1, 1, 2, 1, 1), torch.empty(1, 1))
+    assert fresh_spans(starts, firsts, [group]) == ((0, 1500),)
+    assert fresh_spans(starts, firsts, [group, PagedKV(group.data_BKL2SD, group.tables_RM, 1499)]) == ()
+    heads = make_case(0, [(0, 1)]).heads
+    covered = [
+        t for first, count in query_tiles(starts, heads, ((0, 1500),)) for t in range(first, first + count)
+    ]
+    assert covered == list(range(1500, 3900))
+
+
+def test_attention_over_contiguous_keys_is_attention() -> None:
+    case = placed(stored(make_case(6, [(0, 40), (3, 2), (0, 70)], heads=(6, 2, 16))))
+    wanted, got = attend(case), torch.full_like(attend(case), 7.0)
+    spans = ((0, 40), (42, 112))
+    attention_fresh(case.qkv, case.heads, spans, got)
+    for start, stop in spans:
+        torch.testing.assert_close(got[start:stop], wanted[start:stop], rtol=1e-4, atol=1e-5)
+    assert bool((got[40:42] == 7.0).all())

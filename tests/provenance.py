@@ -29,7 +29,10 @@ def where_and_when(**versions: str) -> dict[str, Any]:
 
 def _commit() -> str:
     argv = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git on this machine
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared.kernels.batch import Batch, Heads, PagedKV
 from shared.kernels.gpu.attention import attention, query_tiles
+from tests.bench.figures import Figure
 from tests.bench.gpu.timing import graph_of, median_ms
 
 HEADS = Heads(32, 8, 128, scale=128**-0.5, eps=1e-6)
@@ -35,9 +36,9 @@ def paged(count: int, past: int, new: int) -> tuple[Batch, PagedKV]:
     return batch, PagedKV(pool, tables)
 
 
-def measure() -> list[tuple[str, float, str]]:
-    """(case, TFLOP/s, milliseconds)."""
-    rows = []
+def measure() -> list[Figure]:
+    """TFLOP/s of each case."""
+    rows: list[Figure] = []
     for count, past, new in CASES:
         batch, kv = paged(count, past, new)
         tiles = torch.from_numpy(query_tiles(batch.starts, HEADS)).cuda()
@@ -62,11 +63,7 @@ def measure() -> list[tuple[str, float, str]]:
 
                 ways[name] = own
         for name, way in ways.items():
-            try:
-                ms = median_ms(graph_of(way))
-            except RuntimeError as error:
-                rows.append((f"{count} x {past}+{new} {name}", 0.0, str(error)[:60]))
-                continue
-            rows.append((f"{count} x {past}+{new} {name}", flops / ms / 1e9, f"{ms:.4f} ms"))
+            what = f"attention {count} x {past}+{new}, {name}"
+            rows.append(Figure(what, flops / median_ms(graph_of(way)) / 1e9, "TFLOP/s"))
         del batch, kv, qkv
     return rows

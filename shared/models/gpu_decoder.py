@@ -17,7 +17,8 @@ from shared.kernels.decoder import LayerWeights
 from shared.kernels.gpu.attention import Spans
 from shared.kernels.gpu.decode import LARGE_BATCH, DecodeLayers, plan_for
 from shared.kernels.gpu.decode_attention import DecodeAttention
-from shared.kernels.gpu.decoder import GpuDecoderLayers, attend_any, attend_one, linear
+from shared.kernels.gpu.decoder import GpuDecoderLayers, attend_any, attend_one
+from shared.kernels.gpu.linear import Invariant, Linear, fastest
 from shared.kernels.gpu.matmul import Scratch
 from shared.kernels.gpu.tokens import embed, likeliest
 from shared.layers.rotary import RotaryEmbedding
@@ -37,9 +38,20 @@ class DecodeStep(Protocol):
 
 
 class GpuDecoder:
-    """A decoder over weights and paged KV memory of one device; both must outlive it."""
+    """A decoder over weights and paged KV memory of one device; both must outlive it.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, groups: Sequence[PagedKV]) -> None:
+    ``batch_invariant``: a token's logits are the same bits alone, in any batch, however its prompt is cut
+    into steps, and computed again. It costs the fused kernels of decode steps.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        groups: Sequence[PagedKV],
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         heads = Heads(
             config.num_heads,
             config.num_kv_heads,
@@ -49,8 +61,10 @@ class GpuDecoder:
         )
         self._weights, self._groups, self._heads = weights, tuple(groups), heads
         self._embed_VE, self._head_VE = weights.embed_VE, weights.head_VE
+        self.batch_invariant = batch_invariant
+        self._linear: Linear = Invariant() if batch_invariant else fastest
         self._scratch = Scratch(weights.embed_VE.device)
-        self._layers = GpuDecoderLayers(weights.layers, weights.norm_E, groups, heads.eps)
+        self._layers = GpuDecoderLayers(weights.layers, weights.norm_E, groups, heads.eps, self._linear)
         device = weights.embed_VE.device
         # The angles of every position, once: a step looks up its own.
         positions = torch.arange(config.max_position, device=device)
@@ -73,7 +87,7 @@ class GpuDecoder:
         negative positions are padding: what is returned for them means nothing."""
         places_T = positions_T.clamp(min=0).long()
         batch = Batch(rows_T, positions_T, starts, self._cos_PD[places_T], self._sin_PD[places_T])
-        return self._layers(x_TE, attend_any(self._heads, batch, tiles_N2, fresh))
+        return self._layers(x_TE, attend_any(self._heads, batch, tiles_N2, fresh, alike=self.batch_invariant))
 
     def forward_one(
         self, x_BE: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, kernel: DecodeAttention
@@ -84,6 +98,8 @@ class GpuDecoder:
     def decode_step(self, num_rows: int) -> DecodeStep:
         """A whole step in which ``num_rows`` rows have one token each, its memory included."""
         weights, heads, groups = self._weights, self._heads, self._groups
+        if self.batch_invariant:
+            return _GeneralStep(self, num_rows)
         plan = plan_for(num_rows, weights.layers, weights.head_VE, heads, groups)
         if plan is None and all(DecodeAttention.fits(heads, group) for group in groups):
             kernel = DecodeAttention(LARGE_BATCH, heads, num_rows, weights.embed_VE.device)
@@ -105,7 +121,7 @@ class GpuDecoder:
 
     def logits(self, normed_SE: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of rows taken from ``forward``'s result."""
-        return linear(normed_SE, self._head_VE)
+        return self._linear(normed_SE, self._head_VE)
 
 
 class _LargeStep:

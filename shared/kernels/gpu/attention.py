@@ -1,9 +1,9 @@
 """Rotary embedding with the KV write, and paged attention for a whole mixed batch, on a GPU.
 
 The same two calls as ``shared.kernels.attention``, whose twins are their references. Queries of one kv head
-share its K and V: a program takes a few tokens of one row with all query heads of one kv head. A token's
-bits (in bfloat16) depend on its own query and its row's KV alone, however the row is cut into steps: keys
-are visited in tiles that begin at multiples of TILE_KEYS, and one with nothing visible changes nothing.
+share its K and V: a program takes a few tokens of one row with all query heads of one kv head. ``alike``, a
+token's bits (in bfloat16) depend on its own query and its row's KV alone, however the row is cut into steps:
+keys are visited in tiles that begin at multiples of TILE_KEYS, and one with nothing visible changes nothing.
 
 Shapes as in ``shared.kernels.batch``; N = tiles of queries, G = query heads of a kv head.
 """
@@ -24,8 +24,9 @@ from shared.kernels.batch import Batch, Heads, PagedKV
 
 #: Keys that are scored at once.
 TILE_KEYS = 64
-#: Most rows of a tile of queries, tokens x G, for chunks and for single tokens.
-_TILE_ROWS, _FEWEST_ROWS = 128, 16
+#: Most rows of a tile of queries, tokens x G; the fewest that a tensor core takes; and the fewest with which
+#: it sums as it does with the most (below, Hopper's warps work alone, and round otherwise).
+_TILE_ROWS, _FEWEST_ROWS, _FEWEST_ALIKE = 128, 16, 64
 #: Rows without context and with so many tokens are given to torch's attention.
 FRESH_TOKENS = 1024
 #: First and last token (exclusive) of rows.
@@ -169,16 +170,19 @@ def attention(
     tiles_N2: torch.Tensor,
     *,
     soft_cap: float = 0.0,
+    alike: bool = False,
 ) -> torch.Tensor:
     """See ``shared.kernels.attention.attention``. ``tiles_N2``: ``query_tiles`` of ``batch.starts``,
-    on the device. ``soft_cap`` > 0: scores are ``cap * tanh(score / cap)`` (Gemma 2)."""
+    on the device. ``soft_cap`` > 0: scores are ``cap * tanh(score / cap)`` (Gemma 2). ``alike``: a
+    token has the same bits in a step of its own as in a long one."""
     out = torch.empty(batch.num_tokens, heads.num_heads * heads.dim, dtype=qkv_TW.dtype, device=qkv_TW.device)
     if not len(tiles_N2):
         return out
     data = kv.data_BKL2SD[:, :, layer]
     group = triton.next_power_of_2(heads.num_heads // heads.num_kv_heads)
     longest = max(b - a for a, b in zip(batch.starts, batch.starts[1:], strict=False))
-    rows = max(_FEWEST_ROWS, group * triton.next_power_of_2(min(longest, tokens_of_a_tile(heads))))
+    fewest = _FEWEST_ALIKE if alike else _FEWEST_ROWS
+    rows = max(fewest, group * triton.next_power_of_2(min(longest, tokens_of_a_tile(heads))))
     _attention[(len(tiles_N2), heads.num_kv_heads)](
         qkv_TW,
         out,
@@ -215,7 +219,7 @@ def _scored(
     peak_M, mass_M, mixed_MD, DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more (Milakov and Gimelshein, 2018). Scores are in units of log 2."""
+    """One tile of keys more (Milakov and Gimelshein, 2018). Peaks are in units of log 2."""
     at_N = first_key + tl.arange(0, KEYS)
     dim = tl.arange(0, DIMS)
     there = (at_N < stop)[:, None] & (dim < DIM)[None, :]
@@ -226,14 +230,15 @@ def _scored(
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
     if CAPPED:
         score_MN = soft_cap * (1 - 2 / (1 + tl.exp(2 * score_MN / soft_cap)))
-    score_MN *= 1.4426950408889634
     if MASKED:
         visible = at_N[None, :] <= at_M[:, None]
         if WINDOWED:
             visible &= at_N[None, :] > at_M[:, None] - window
         score_MN = tl.where(visible, score_MN, float("-inf"))
-    new_M = tl.maximum(peak_M, tl.max(score_MN, 1))
-    weight_MN = tl.exp2(score_MN - new_M[:, None])
+    new_M = tl.maximum(peak_M, tl.max(score_MN, 1) * 1.4426950408889634)
+    # Written out, so that it is rounded alike with and without a mask.
+    log2e = tl.full([1, 1], 1.4426950408889634, tl.float32)
+    weight_MN = tl.exp2(tl.fma(score_MN, log2e, -new_M[:, None]))
     shrink_M = tl.exp2(peak_M - new_M)
     mixed_MD = mixed_MD * shrink_M[:, None]
     mixed_MD = tl.dot(weight_MN.to(v_ND.dtype), v_ND, mixed_MD, input_precision="ieee")

@@ -50,8 +50,9 @@ class GpuRunner(Runner):
         *,
         max_rows: int,
         max_model_len: int,
+        batch_invariant: bool = False,
     ) -> None:
-        """Raises ConfigError: memory or limits that do not fit the model."""
+        """``batch_invariant``: see ``GpuDecoder``. Raises ConfigError: memory or limits that do not fit."""
         if max_model_len > config.max_position:
             raise ConfigError(f"max_model_len {max_model_len} exceeds the model's {config.max_position}")
         if [tensor.shape[1:] for tensor in kv] != [_block_shape(spec, g) for g in range(len(spec.groups))]:
@@ -72,7 +73,7 @@ class GpuRunner(Runner):
             PagedKV(tensor, tables, group.window)
             for tensor, tables, group in zip(kv, self._rows.tables_GRM, spec.groups, strict=True)
         ]
-        self._decoder = GpuDecoder(config, weights, self._groups)
+        self._decoder = GpuDecoder(config, weights, self._groups, batch_invariant=batch_invariant)
         self._decode = decode_steps(self._decoder, self._rows, device, max_rows)
 
     @torch.inference_mode()
@@ -94,8 +95,9 @@ class GpuRunner(Runner):
     def _tiles(
         self, starts: Sequence[int], firsts: Sequence[int]
     ) -> tuple[NDArray[np.int32], tuple[tuple[int, int], ...]]:
-        on_gpu = self._device.device.type == "cuda"
-        fresh = fresh_spans(starts, firsts, self._groups) if on_gpu else ()
+        # Torch's attention rounds otherwise than ours.
+        exact = self._decoder.batch_invariant or self._device.device.type != "cuda"
+        fresh = () if exact else fresh_spans(starts, firsts, self._groups)
         return query_tiles(starts, self._heads, fresh), fresh
 
     def _compute(self, steps: Sequence[RowStep]) -> _Sampled:

@@ -17,6 +17,7 @@ PARTS: dict[str, Callable[[], list[Figure]]] = {
     "gather": gather.measure,
     "attention": attention.measure,
     "steps": steps.measure,
+    "invariant": steps.invariant,
 }
 
 

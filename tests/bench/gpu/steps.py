@@ -41,7 +41,7 @@ CHUNK = 8192
 class Bench:
     """A runner of the 8B shape over 48 GB of KV."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
         spec = QWEN3_8B.kv_cache_spec(BLOCK)
         spec = KVCacheSpec(BLOCK, tuple(structs.replace(group, dtype="bfloat16") for group in spec.groups))
         kv = torch.empty(POOL, 8, 36, 2, BLOCK, 128, dtype=torch.bfloat16, device="cuda")
@@ -56,6 +56,7 @@ class Bench:
             CudaDevice(),
             max_rows=MAX_ROWS,
             max_model_len=8192 + 512,
+            batch_invariant=batch_invariant,
         )
         torch.cuda.synchronize()
         self.build_s = time.perf_counter() - began
@@ -146,4 +147,21 @@ def measure() -> list[Figure]:
         name = f"prefill, {count} x {tokens} tokens"
         basis = f"{ratio} x vLLM's {vllm / 1000:.1f} k"
         rows.append(Figure(name, value, "tokens/s", vllm * ratio, at_most=False, basis=basis))
+    return rows
+
+
+def invariant() -> list[Figure]:
+    """The same in batch-invariant mode, beside the fast kernels in the same process."""
+    rows: list[Figure] = []
+    fast: dict[str, float] = {}
+    for batch_invariant in (False, True):
+        bench = Bench(batch_invariant=batch_invariant)
+        found = {f"decode step, batch {c}, context {x}": bench.decode(c, x, 150) for c, x in DECODE}
+        found |= {f"prefill, {c} x {t} tokens": c * t / bench.prefill(c, t) * 1e3 for c, t in PREFILL}
+        for name, value in found.items() if batch_invariant else ():
+            ratio = value / fast[name]
+            rows.append(Figure(f"batch-invariant: {name}", ratio, "x the fast kernels", 1.3))
+        fast = found
+        del bench
+        torch.cuda.empty_cache()
     return rows

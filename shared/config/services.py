@@ -15,13 +15,15 @@ from shared.config.convert import ranged
 class ModelConfig:
     """Which model is served. ``path`` is a directory; ``name`` empty = the directory's name.
 
-    ``runner`` auto = witness for a model directory of that type, else torch.
+    ``runner`` auto = witness for a model directory of that type, else torch. ``quantization`` int8: weights
+    of products have 8 bits and a scale an output, and inputs a scale a token: workers must agree in it.
     """
 
     path: str
     name: str = ""
     runner: Literal["auto", "torch", "witness"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    quantization: Literal["none", "int8"] = "none"
     cache_dir: str = ""
 
 

@@ -31,7 +31,9 @@ class TorchBackend(Backend):
         self._runtime = runtime
         self._cache_dir = Path(config.cache_dir) if config.cache_dir else self._path / ".triptych"
         self._model = load_config(self._path)
-        numerics = f"{config.dtype}-invariant" if runtime.batch_invariant else config.dtype
+        self._int8 = config.quantization == "int8"
+        marks = [config.dtype, *["int8"] * self._int8, *["invariant"] * runtime.batch_invariant]
+        numerics = "-".join(marks)
         self.identity = identity_of(self._path, model_name(config), config.dtype, numerics)
         self.groups = self._model.kv_cache_spec(_ANY_BLOCK_SIZE).groups
         self.eos_token_ids = frozenset(self._model.eos_token_ids)
@@ -42,7 +44,7 @@ class TorchBackend(Backend):
     def runner(self, spec: KVCacheSpec, memory: RunnerMemory, limits: SchedulerLimits) -> ModelRunner:
         return ModelRunner(
             self._model,
-            weights.prepare(self._path, self._cache_dir),
+            weights.prepare(self._path, self._cache_dir, int8=self._int8),
             spec,
             memory.kv,
             EmbeddingMemory(memory.ec, memory.rows_per_block, self.row_bytes),

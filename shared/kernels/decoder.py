@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,23 +17,25 @@ from shared.kernels.activation import silu_mul_twin
 from shared.kernels.attention import attention_twin, rotary_store_twin
 from shared.kernels.batch import LANES, Batch, Heads, PagedKV, fits_native, pointer
 from shared.kernels.library import library
-from shared.kernels.linear import linear_twin, matrix
+from shared.kernels.linear import Weight, linear_twin, matrix
 from shared.kernels.norm import rms_norm_twin
+
+W = TypeVar("W", bound=Weight, covariant=True)
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer's tensors, contiguous. Projections are float32 or bfloat16; the rest is float32.
+class LayerWeights(Generic[W]):
+    """One layer's tensors, contiguous. Projections are float32, bfloat16 or quantized; the rest is float32.
 
     ``group`` is the layer's KV group and ``index`` its place inside it.
     """
 
     attn_norm_E: torch.Tensor
-    qkv_WE: torch.Tensor
-    o_EW: torch.Tensor
+    qkv_WE: W
+    o_EW: W
     mlp_norm_E: torch.Tensor
-    gate_up_2IE: torch.Tensor
-    down_EI: torch.Tensor
+    gate_up_2IE: W
+    down_EI: W
     qkv_bias_W: torch.Tensor | None = None
     o_bias_E: torch.Tensor | None = None
     gate_up_bias_2I: torch.Tensor | None = None
@@ -64,7 +67,9 @@ class DecoderLayers:
     One step at a time: it owns the step's intermediate memory, grown to the largest step seen.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], groups: Sequence[PagedKV], heads: Heads) -> None:
+    def __init__(
+        self, layers: Sequence[LayerWeights[Weight]], groups: Sequence[PagedKV], heads: Heads
+    ) -> None:
         self._layers = tuple(layers)
         self._groups = tuple(groups)
         self._heads = heads

@@ -8,13 +8,18 @@ from typing import ClassVar
 _Fields = list[tuple[str, type]]
 
 
+#: Kinds of a matrix's elements.
+FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+
+
 class Matrix(Structure):
     _fields_: ClassVar[_Fields] = [
         ("data", c_void_p),
         ("bias", c_void_p),
+        ("scales", c_void_p),
         ("n", c_int32),
         ("k", c_int32),
-        ("bf16", c_int32),
+        ("kind", c_int32),
         ("reserved", c_int32),
     ]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.kernels.linear import linear
+from shared.kernels.linear import Weight, linear
 from shared.kernels.norm import rms_norm
 
 
@@ -22,7 +22,7 @@ class Vocabulary:
     """
 
     embed_VE: torch.Tensor
-    head_VE: torch.Tensor
+    head_VE: Weight
     norm_E: torch.Tensor
     eps: float
 

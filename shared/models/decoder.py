@@ -12,6 +12,7 @@ import torch
 
 from shared.kernels.batch import Batch, Heads, PagedKV
 from shared.kernels.decoder import DecoderLayers
+from shared.kernels.linear import Weight
 from shared.layers.rotary import RotaryEmbedding, frequencies, stretch_long_waves
 from shared.layers.vocabulary import Vocabulary
 from shared.models.config import ModelConfig
@@ -21,7 +22,9 @@ from shared.models.weights import DecoderWeights
 class Decoder:
     """A decoder over borrowed weights and paged KV memory. One step at a time, in one thread."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, groups: Sequence[PagedKV]) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights[Weight], groups: Sequence[PagedKV]
+    ) -> None:
         heads = Heads(
             config.num_heads,
             config.num_kv_heads,

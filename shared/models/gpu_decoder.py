@@ -47,7 +47,7 @@ class GpuDecoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: DecoderWeights,
+        weights: DecoderWeights[torch.Tensor],
         groups: Sequence[PagedKV],
         *,
         batch_invariant: bool = False,
@@ -157,14 +157,16 @@ class _GeneralStep:
         return logits_BV, likeliest(logits_BV, rows_B, last_R)
 
 
-def place(weights: DecoderWeights, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+def place(
+    weights: DecoderWeights[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> DecoderWeights[torch.Tensor]:
     """The weights on ``device``: matrices and biases in ``dtype``, norms in float32; gate and up pair by
     pair. Tied ones stay one."""
 
     def moved(tensor: torch.Tensor, *, norm: bool = False) -> torch.Tensor:
         return tensor.to(device, torch.float32 if norm else dtype)
 
-    def layer(one: LayerWeights) -> LayerWeights:
+    def layer(one: LayerWeights[torch.Tensor]) -> LayerWeights[torch.Tensor]:
         tensors: dict[str, Any] = {
             field.name: moved(value, norm="norm" in field.name)
             for field in dataclasses.fields(one)

@@ -19,7 +19,7 @@ import torch
 from shared.errors import ConfigError
 
 #: The element types that are read, by their names in the header.
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 64 << 20
 

@@ -83,7 +83,11 @@ LARGE_BATCH = Split(32, 1, 3, 2)
 
 
 def plan_for(
-    num_rows: int, layers: Sequence[LayerWeights], head_VE: torch.Tensor, heads: Heads, kv: Sequence[PagedKV]
+    num_rows: int,
+    layers: Sequence[LayerWeights[torch.Tensor]],
+    head_VE: torch.Tensor,
+    heads: Heads,
+    kv: Sequence[PagedKV],
 ) -> Plan | None:
     """The plan of the next larger number of rows whose tiles can do these shapes; None without one."""
     plan = next((plan for plan in PLANS if num_rows <= plan.most_rows), None)
@@ -109,7 +113,7 @@ class DecodeLayers:
         self,
         plan: Plan,
         num_rows: int,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[LayerWeights[torch.Tensor]],
         embed_VE: torch.Tensor,
         head_VE: torch.Tensor,
         norm_E: torch.Tensor,

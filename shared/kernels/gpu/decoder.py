@@ -19,7 +19,7 @@ from shared.kernels.gpu.linear import Linear, fastest
 from shared.kernels.gpu.pointwise import add_norm, norm, silu_mul
 
 #: Rotates a layer's queries and keys, writes its K and V, and attends: qkv [T, W] -> [T, H * D].
-Attend = Callable[[torch.Tensor, LayerWeights, PagedKV], torch.Tensor]
+Attend = Callable[[torch.Tensor, LayerWeights[torch.Tensor], PagedKV], torch.Tensor]
 
 
 def attend_any(
@@ -27,7 +27,7 @@ def attend_any(
 ) -> Attend:
     """For any step. ``tiles_N2`` are its ``query_tiles``, on the device, without the ``fresh_spans``."""
 
-    def attend(qkv_TW: torch.Tensor, layer: LayerWeights, kv: PagedKV) -> torch.Tensor:
+    def attend(qkv_TW: torch.Tensor, layer: LayerWeights[torch.Tensor], kv: PagedKV) -> torch.Tensor:
         rotary_store(qkv_TW, heads, batch, kv, layer.index, layer.q_norm_D, layer.k_norm_D)
         out = attention(qkv_TW, heads, batch, kv, layer.index, tiles_N2, alike=alike)
         if fresh:
@@ -45,7 +45,7 @@ def attend_one(
 ) -> Attend:
     """For a step in which every row has one token; ``angles`` are those of every position."""
 
-    def attend(qkv_BW: torch.Tensor, layer: LayerWeights, kv: PagedKV) -> torch.Tensor:
+    def attend(qkv_BW: torch.Tensor, layer: LayerWeights[torch.Tensor], kv: PagedKV) -> torch.Tensor:
         out_BW = torch.empty(len(qkv_BW), layer.o_EW.shape[1], dtype=qkv_BW.dtype, device=qkv_BW.device)
         kernel(qkv_BW, out_BW, kv, layer.index, rows_B, positions_B, *angles, layer.q_norm_D, layer.k_norm_D)
         return out_BW
@@ -59,7 +59,7 @@ class GpuDecoderLayers:
 
     def __init__(
         self,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[LayerWeights[torch.Tensor]],
         norm_E: torch.Tensor,
         groups: Sequence[PagedKV],
         eps: float,

@@ -2,18 +2,22 @@
  *
  * Each output element is one chain of 8-lane multiply-adds along k and one fixed reduction. It does
  * not depend on the number of rows, on its place in a tile or on the thread: results are the same
- * bits alone, batched or chunked. bfloat16 weights are widened exactly, so they equal float32 ones. */
+ * bits alone, batched or chunked. bfloat16 weights are widened exactly, so they equal float32 ones;
+ * int8 ones have scales, and are multiplied by inputs that are quantised row by row (int8.h). */
 #ifndef TRIPTYCH_LINEAR_H
 #define TRIPTYCH_LINEAR_H
 
+#include "int8.h"
 #include "pool.h"
-#include "vec.h"
+
+typedef enum { FLOAT32, BFLOAT16, INT8 } Kind;
 
 typedef struct {
-    const void *data;  /* [n, k], float or bfloat16 */
-    const float *bias; /* [n] or NULL */
-    int32_t n, k;      /* k is a multiple of LANES */
-    int32_t bf16;
+    const void *data;    /* [n, k] of this kind */
+    const float *bias;   /* [n] or NULL */
+    const float *scales; /* [n], of int8 */
+    int32_t n, k;        /* k is a multiple of LANES */
+    int32_t kind;
     int32_t reserved;
 } Matrix;
 
@@ -96,25 +100,69 @@ INLINE void linear_columns(const Linear *l, int first, int last, const void *w, 
     }
 }
 
+/* Columns [first, last) for all rows of quantised inputs; cols is a constant. */
+INLINE void int8_columns(const Linear *l, int first, int last, const int8_t *x, const float *row_scales,
+                         const int cols) {
+    const Matrix *m = l->m;
+    const int k = m->k;
+    int32_t sums[8];
+    for (int row = 0; row < l->rows; row += ROWS) {
+        const int rows = l->rows - row < ROWS ? l->rows - row : ROWS;
+        const int8_t *from = x + (int64_t)row * k, *w = (const int8_t *)m->data + (int64_t)first * k;
+        for (int col = first, wide; col < last; col += wide, w += wide * k) {
+            wide = last - col < cols ? 1 : cols;
+            if (wide == cols)
+                int8_rows(rows, cols, from, k, w, k, k, sums);
+            else
+                int8_rows(rows, 1, from, k, w, k, k, sums);
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < wide; j++)
+                    put(l, row + i, col + j, (float)sums[i * wide + j] * (row_scales[row + i] * m->scales[col + j]));
+        }
+    }
+}
+
+/* Every thread quantises all rows for itself: that is little beside its share of the columns. */
+static void int8_part(Worker *me, const Linear *l) {
+    const Matrix *m = l->m;
+    const int64_t bytes = (int64_t)l->rows * m->k;
+    float *row_scales = scratch_for(me, l->rows + (bytes + 3) / 4);
+    int8_t *x = (int8_t *)(row_scales + l->rows);
+    for (int row = 0; row < l->rows; row++)
+        row_scales[row] = quantise_row(x + (int64_t)row * m->k, l->x + (int64_t)row * m->k, m->k);
+    for (int first; (first = next_chunk() * CHUNK) < m->n;) {
+        const int last = first + CHUNK < m->n ? first + CHUNK : m->n;
+        if (l->rows == 1)
+            int8_columns(l, first, last, x, row_scales, 8);
+        else
+            int8_columns(l, first, last, x, row_scales, INT8_COLS);
+    }
+}
+
 static void linear_part(Worker *me, const Linear *l) {
     const Matrix *m = l->m;
+    if (m->kind == INT8) {
+        int8_part(me, l);
+        return;
+    }
+    const int bf16 = m->kind == BFLOAT16;
     int chunk = SCRATCH_FLOATS / m->k / 12 * 12;
     chunk = chunk < 12 ? 12 : chunk > CHUNK ? CHUNK : chunk;
-    float *wide = l->rows > WIDEN_ROWS && m->bf16 ? scratch_for(me, (size_t)chunk * m->k) : NULL;
+    float *wide = l->rows > WIDEN_ROWS && bf16 ? scratch_for(me, (size_t)chunk * m->k) : NULL;
     for (int first; (first = next_chunk() * chunk) < m->n;) {
         int last = first + chunk < m->n ? first + chunk : m->n;
-        const char *w = (const char *)m->data + (int64_t)first * m->k * (m->bf16 ? 2 : 4);
+        const char *w = (const char *)m->data + (int64_t)first * m->k * (bf16 ? 2 : 4);
         if (wide) {
             int64_t count = (int64_t)(last - first) * m->k;
             for (int64_t i = 0; i < count; i += LANES) store8(wide + i, load8_bf16((const uint16_t *)w + i));
             linear_columns(l, first, last, wide, COLS, 0);
-        } else if (l->rows > ROWS && !m->bf16) {
+        } else if (l->rows > ROWS && !bf16) {
             linear_columns(l, first, last, w, COLS, 0);
-        } else if (l->rows == 1 && m->bf16) {
+        } else if (l->rows == 1 && bf16) {
             linear_columns(l, first, last, w, 8, 1);
         } else if (l->rows == 1) {
             linear_columns(l, first, last, w, 8, 0);
-        } else if (m->bf16) {
+        } else if (bf16) {
             linear_columns(l, first, last, w, COLS, 1);
         } else {
             linear_columns(l, first, last, w, COLS, 0);

@@ -42,7 +42,7 @@ class GpuRunner(Runner):
     def __init__(
         self,
         config: ModelConfig,
-        weights: DecoderWeights,
+        weights: DecoderWeights[torch.Tensor],
         spec: KVCacheSpec,
         kv: Sequence[torch.Tensor],
         device: Device,

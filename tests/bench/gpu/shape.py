@@ -28,7 +28,7 @@ QWEN3_8B = ModelConfig(
 )
 
 
-def random_weights(config: ModelConfig) -> DecoderWeights:
+def random_weights(config: ModelConfig) -> DecoderWeights[torch.Tensor]:
     """On the GPU, bfloat16, norms in float32."""
     e, i, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, w = config.num_heads * d, (config.num_heads + 2 * config.num_kv_heads) * d

@@ -16,7 +16,7 @@ CHUNKS = [(0, 11), (30, 1), (5, 3), (16, 1), (0, 2)]
 HIDDEN, INNER = 48, 72
 
 
-def _layers(case: Case, *, full: bool) -> list[LayerWeights]:
+def _layers(case: Case, *, full: bool) -> list[LayerWeights[torch.Tensor]]:
     """Two layers; ``full``: with every optional tensor."""
     h = case.heads
     width = h.num_heads * h.dim

@@ -11,6 +11,7 @@ import torch
 
 from shared.errors import ConfigError
 from shared.kernels import library
+from shared.kernels.linear import Quantized, quantized
 from shared.models import weights
 from shared.models.registry import load_config
 from shared.models.tensor_file import TensorFile, write_tensors
@@ -66,10 +67,10 @@ def test_malformed_files_are_config_errors(content: bytes, tmp_path: Path) -> No
 
 def test_missing_and_unsupported_tensors_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    path.write_bytes(_raw({"x": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}}, b"1234"))
+    path.write_bytes(_raw({"x": {"dtype": "I16", "shape": [2], "data_offsets": [0, 4]}}, b"1234"))
     with pytest.raises(ConfigError, match="no tensor y"):
         TensorFile(path).get("y")
-    with pytest.raises(ConfigError, match="element type I8"):
+    with pytest.raises(ConfigError, match="element type I16"):
         TensorFile(path).get("x")
 
 
@@ -94,6 +95,26 @@ def test_projections_are_fused_and_types_kept(model_dir: Path, tmp_path: Path) -
     assert layer.attn_norm_E.dtype == torch.float32
     assert layer.down_EI.dtype == (torch.bfloat16 if library.available() else torch.float32)
     assert loaded.head_VE.data_ptr() == loaded.embed_VE.data_ptr()
+
+
+def test_matrices_of_products_are_quantized_row_by_row(model_dir: Path, tmp_path: Path) -> None:
+    config = load_config(model_dir)
+    exact = weights.load(weights.prepare(model_dir, tmp_path), config)
+    int8 = weights.load(weights.prepare(model_dir, tmp_path, int8=True), config)
+    pairs = [(exact.head_VE, int8.head_VE)]
+    for a, b in zip(exact.layers, int8.layers, strict=True):
+        pairs += [
+            (a.qkv_WE, b.qkv_WE),
+            (a.o_EW, b.o_EW),
+            (a.gate_up_2IE, b.gate_up_2IE),
+            (a.down_EI, b.down_EI),
+        ]
+        assert torch.equal(a.attn_norm_E, b.attn_norm_E)
+    assert torch.equal(exact.embed_VE, int8.embed_VE)
+    for matrix, made in pairs:
+        assert isinstance(made, Quantized) and made.shape == matrix.shape
+        again = quantized(matrix.float())
+        assert torch.equal(made.values_NK, again.values_NK) and torch.equal(made.scale_N, again.scale_N)
 
 
 def test_prepare_writes_once_and_again_when_the_model_changes(model_dir: Path, tmp_path: Path) -> None:
@@ -137,3 +158,10 @@ def test_missing_tensors_and_wrong_shapes_are_refused(model_dir: Path, tmp_path:
         (model_dir / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ConfigError):
             weights.load(weights.prepare(model_dir, tmp_path), load_config(model_dir))
+
+
+def test_a_checkpoint_of_integers_is_refused(tmp_path: Path) -> None:
+    entry = {"w": {"dtype": "I8", "shape": [2, 2], "data_offsets": [0, 4]}}
+    (tmp_path / "model.safetensors").write_bytes(_raw(entry, b"1234"))
+    with pytest.raises(ConfigError, match="w of the checkpoint holds integers"):
+        weights.Checkpoint(tmp_path).get("w")

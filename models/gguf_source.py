@@ -144,7 +144,7 @@ class GGUFSource:
         kinds = self._get("tokenizer.ggml.token_type")
         special = [text for text, kind in zip(texts, kinds, strict=True) if kind == _CONTROL]
         tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-        tokenizer.save(str(path))
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
     def _get(self, key: str) -> Any:
         field = self._reader.fields.get(key)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import httpx
 
 from services.cli import preflight, procfs
+from services.cli.leftovers import end_leftovers, stop_lost_launchers
 from services.cli.metrics_view import Samples, scrape
 from services.cli.ports import HOST
 from services.cli.signals import Interrupted
 from services.cli.state import Deployed, StateDir
-from services.cli.supervisor import StopTimes, Supervisor, end_leftovers
+from services.cli.supervisor import StopTimes, Supervisor
 from services.cli.topology import LaunchOptions, ProcessSpec, Topology, plan
 from shared.clock import Clock, MonotonicClock, SystemEntropy
 from shared.config.services import RouterConfig
@@ -67,24 +68,30 @@ def deployed(
     """Start everything, yield when every process is ready, stop everything at exit.
 
     ``warn`` is told what will run otherwise than it was asked for. Raises AlreadyUp, ConfigError (nothing was
-    started), StartFailed, NotReady, and Interrupted when ``stopping`` is set meanwhile.
+    started), StartFailed, NotReady, Interrupted when ``stopping`` is set meanwhile, and StateLost when the
+    state directory is removed or replaced: that sets ``stopping`` too.
     """
+    stopping = stopping or threading.Event()
     with state.locked(), contextlib.closing(Keeper()) as keeper:
+        for pid in stop_lost_launchers(state):
+            progress(f"stopped the launcher of an earlier directory of this name (pid {pid})")
         if left := end_leftovers(state):
             progress(f"ended what an earlier launcher left behind: {', '.join(left)}")
         specs, notes = checked_plan(topology, replace(options, keeper=keeper.address))
         preflight.refuse_taken_ports(specs)
         for note in notes:
             warn(f"warning: {note}")
-        supervisor = Supervisor(specs, state, restart=restart)
+        supervisor = Supervisor(specs, state, restart=restart, lost=stopping.set)
         deployment = _describe(specs, supervisor, notes)
         try:
             _note(state, deployment, ready=False)
             supervisor.start()
-            _wait_ready(deployment, topology, ready_timeout_s, progress, stopping or threading.Event())
+            _wait_ready(deployment, topology, ready_timeout_s, progress, stopping)
             supervisor.guard()
             _note(state, deployment, ready=True)
             yield deployment
+            if state.is_lost():
+                raise state.lost()
         finally:
             supervisor.stop(stop_times, progress)
 
@@ -111,7 +118,10 @@ def _describe(specs: tuple[ProcessSpec, ...], supervisor: Supervisor, notes: tup
 
 
 def _note(state: StateDir, deployment: Deployment, ready: bool) -> None:
-    """Describe the deployment for other commands. Raises ConfigError when there is no room for it."""
+    """Describe the deployment for other commands. Raises ConfigError when there is no room for it, StateLost
+    when the directory is not ours any more."""
+    if state.is_lost():
+        raise state.lost()
     record = Deployed(
         launcher_pid=os.getpid(),
         model=deployment.model,
@@ -152,7 +162,7 @@ def _wait_ready(
                     f"not ready after {timeout_s:.0f} s; waiting for {', '.join(waiting)} (triptych logs)"
                 )
             said = _say(progress, f"waiting for {', '.join(waiting)}", said)
-            if stopping.wait(POLL_S):
+            if stopping.wait(POLL_S) and deployment.supervisor.failure is None:
                 raise Interrupted("stopped while starting")
 
 

@@ -72,6 +72,7 @@ def examine(state: StateDir) -> Iterator[Finding]:
     yield check_shared_memory()
     yield check_memory(procfs.available_memory_bytes())
     yield check_disk(free_bytes(state.root))
+    yield check_state(state)
     yield from check_ports(state)
     yield check_model(state)
 
@@ -181,10 +182,26 @@ def check_disk(free: int) -> Finding:
     )
 
 
+def check_state(state: StateDir) -> Finding:
+    """Whether a deployment could write its state, as far as that shows without writing."""
+    there = _existing(state.root)
+    writable = all(
+        os.access(folder, os.W_OK | os.X_OK) for folder in (there, *state.folders) if folder.exists()
+    )
+    if writable:
+        return Finding("ok", "state directory", str(state.root))
+    return Finding(
+        "fail", "state directory", f"{state.root} is not writable", "choose another: --state-dir DIR"
+    )
+
+
 def free_bytes(path: Path) -> int:
     """Free bytes where ``path`` lies or would be made."""
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def check_ports(state: StateDir) -> Iterator[Finding]:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
-import threading
-from collections.abc import Callable
 
-from services.cli import procfs
 from services.cli.arguments import seconds
-from services.cli.state import StateDir, add_state_option, state_of
-from services.cli.supervisor import end_leftovers
-from shared.clock import MonotonicClock
+from services.cli.leftovers import end_leftovers, stop_launcher, stop_lost_launchers
+from services.cli.state import add_state_option, state_of
 from shared.errors import InternalError
 
 
@@ -24,26 +17,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     state = state_of(args)
+    lost = stop_lost_launchers(state, args.timeout)
     record = state.deployed()
     if state.is_held():
         pid = state.launcher_pid() if record is None else record.launcher_pid
         if pid is None:
             raise InternalError("a launcher is only just starting, or ending; try again in a moment")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        started = procfs.start_ticks(pid)
-        _wait_until(lambda: not state.is_held() and procfs.start_ticks(pid) != started, state, args.timeout)
+        stop_launcher(pid, state, args.timeout, lambda: not state.is_held())
         print("stopped")
         return 0
     left = end_leftovers(state)
-    print(f"the launcher was gone; ended {', '.join(left)}" if left else "nothing is up")
+    if lost:
+        print("stopped a launcher whose state directory had been removed")
+    elif left:
+        print(f"the launcher was gone; ended {', '.join(left)}")
+    else:
+        print("nothing is up")
     return 0
-
-
-def _wait_until(gone: Callable[[], bool], state: StateDir, timeout_s: float) -> None:
-    clock = MonotonicClock()
-    deadline, pause = clock.now() + timeout_s, threading.Event()
-    while not gone():
-        if clock.now() > deadline:
-            raise InternalError(f"the launcher did not stop within {timeout_s:.0f} s; its logs: {state.logs}")
-        pause.wait(0.05)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+from dataclasses import replace
 
 from rich.console import Console
 from rich.status import Status
 
 from services.cli.arguments import port, seconds
 from services.cli.deployment import Progress
-from services.cli.modeldir import DEMO_MODEL, resolve_model
+from services.cli.modeldir import DEMO_MODEL, is_built, resolve_model
 from services.cli.ports import PublicPorts
-from services.cli.preflight import read_model
+from services.cli.preflight import read_model, refuse_taken_ports
 from services.cli.state import StateDir, add_state_option, state_of
-from services.cli.topology import LaunchOptions, Topology
+from services.cli.topology import LaunchOptions, Topology, plan
 from shared.config.services import ModelConfig
 
 
@@ -64,10 +66,7 @@ def launch_options(
 
     A model that reads no pictures gets no encoder unless one is asked for. Raises ConfigError.
     """
-    Topology.parse(args.topology)  # what is wrong with it is said before anything is built
-    path = resolve_model(args.model, state, progress)
-    model = ModelConfig(path=str(path), runner=args.runner, cache_dir=str(state.cache))
-    usual = Topology() if read_model(model).sees else Topology(encoders=0)
+    model = ModelConfig(path="", runner=args.runner, cache_dir=str(state.cache))
     options = LaunchOptions(
         model=model,
         ports=PublicPorts(args.http_port, args.grpc_port, args.metrics_port),
@@ -75,7 +74,21 @@ def launch_options(
         overrides=tuple(args.set),
         num_cores=len(os.sched_getaffinity(0)),
     )
-    return Topology.parse(args.topology, usual), options
+    _check_before_building(args, state, options)
+    model = replace(model, path=str(resolve_model(args.model, state, progress)))
+    usual = Topology() if read_model(model).sees else Topology(encoders=0)
+    return Topology.parse(args.topology, usual), replace(options, model=model)
+
+
+def _check_before_building(args: argparse.Namespace, state: StateDir, options: LaunchOptions) -> None:
+    """Raises ConfigError for what is wrong whatever the model is, so that none is built in vain.
+
+    Ports are left for later where nothing is to be built, and where processes run that an earlier launcher
+    left behind: those will be ended first.
+    """
+    topology = Topology.parse(args.topology)
+    if args.model == DEMO_MODEL and not is_built(state) and not any(p.alive for p in state.processes()):
+        refuse_taken_ports(plan(topology, options, itertools.repeat(0)))
 
 
 def prepared_state(args: argparse.Namespace) -> StateDir:

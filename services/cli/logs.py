@@ -28,9 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     state = state_of(args)
-    paths = chosen(sorted(state.logs.glob("*.log")), args.services)
-    if not paths:
+    there = sorted(state.logs.glob("*.log"))
+    if not there:
         raise NotFound(f"no logs in {state.logs}")
+    unknown = [name for name in args.services if not chosen(there, [name])]
+    if unknown:
+        raise NotFound(f"no logs of {', '.join(unknown)} (but {', '.join(path.stem for path in there)})")
+    paths = chosen(there, args.services)
     width = max(len(path.stem) for path in paths)
     followers = [Follower(path) for path in paths]
     for path in paths:

@@ -49,9 +49,7 @@ def _demo_model(state: StateDir, progress: Callable[[str], None]) -> Path:
             start_new_session=True,
         )
         if done.returncode != 0:
-            raise ConfigError(
-                "the demo model could not be built; see above (make setup installs what it needs)"
-            )
+            raise ConfigError(f"the demo model could not be built in {target}; the reason is above")
     return target
 
 

@@ -1,4 +1,4 @@
-"""What can be known of a plan before any process is started: its model, its memory, its ports.
+"""What can be known of a plan before any process is started: its model, its memory, its tiers, its ports.
 
 Owns the checks across processes and the words for them; what a single value may be is in ``shared.config``.
 Reads the model's configuration, never its weights. Without torch.
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.cli import procfs
-from services.cli.modelfiles import check_files
+from services.cli import lowertiers, procfs
+from services.cli.modelfiles import check_files, check_prompt_files
 from services.cli.topology import ProcessSpec
 from shared.config import capacity
 from shared.config.load import with_environment
@@ -23,6 +23,9 @@ from shared.models.config import read_json
 from shared.models.registry import load_config
 from shared.runner.witness_config import MODEL_TYPE, load_witness_config
 from shared.types.kv import KVCacheSpec, KVGroupSpec
+
+#: Backends of transfers that need a package, and those of which one must be there.
+_PACKAGES = {"nixl": ("nixl_cu12", "nixl_cu13"), "mooncake": ("mooncake",)}
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,9 @@ def read_model(model: ModelConfig) -> ModelFacts:
 
 
 def check_weights(specs: Sequence[ProcessSpec]) -> None:
-    """Raises ConfigError when a model's files are not there or not whole."""
+    """Raises ConfigError when a model's files are not there, not whole, or do not fit each other."""
     for model in dict.fromkeys(spec.config.model for spec in specs):
-        if not _is_witness(model):
-            check_files(Path(model.path), sees=read_model(model).sees)
+        (check_prompt_files if _is_witness(model) else check_files)(Path(model.path))
 
 
 def _is_witness(model: ModelConfig) -> bool:
@@ -87,6 +89,7 @@ def check(specs: Sequence[ProcessSpec], environ: Mapping[str, str] = {}) -> tupl
             if note:
                 notes[note].append(spec.name)
         problems += _backends(spec)
+    problems += lowertiers.problems(specs)
     problems += _equal_ports(specs)
     if problems:
         lines = [problem for number, problem in enumerate(problems) if problem not in problems[:number]]
@@ -125,9 +128,10 @@ def _memory(spec: ProcessSpec, facts: ModelFacts) -> str:
 def _backends(spec: ProcessSpec) -> Iterator[str]:
     """Transfer backends whose package is not installed."""
     moves = isinstance(spec.config, WorkerConfig | StoreConfig)
-    flavours = ("nixl_cu12", "nixl_cu13")
-    if moves and "nixl" in spec.config.transfer.order and not any(map(importlib.util.find_spec, flavours)):
-        yield f"{spec.name}: transfer.order: nixl is not installed"
+    for backend, packages in _PACKAGES.items():
+        wanted = moves and backend in spec.config.transfer.order
+        if wanted and not any(map(importlib.util.find_spec, packages)):
+            yield f"{spec.name}: transfer.order: {backend} is not installed"
 
 
 def _listeners(spec: ProcessSpec) -> list[tuple[str, str, int]]:

@@ -36,6 +36,34 @@ def with_argument(prefix: str) -> list[int]:
     return found
 
 
+def with_open_file(path: Path) -> list[tuple[int, Path]]:
+    """Processes of this user that have the file of this name open, deleted or not, each with a path at which
+    exactly that file can be read. ``path`` has no symbolic links."""
+    wanted = (str(path), f"{path} (deleted)")
+    return [
+        (pid, opened)
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        for opened in _open_files(pid)
+        if _target(opened) in wanted
+    ]
+
+
+def _open_files(pid: int) -> list[Path]:
+    """None of another user's process, or of one that has ended meanwhile."""
+    folder = Path(f"/proc/{pid}/fd")
+    try:
+        return [folder / fd for fd in os.listdir(folder)] if os.stat(folder).st_uid == os.geteuid() else []
+    except OSError:
+        return []
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU time used so far, user and system; 0 when there is no such process."""
     fields = _stat_fields(pid)

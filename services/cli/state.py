@@ -63,6 +63,12 @@ class AlreadyUp(InternalError):
     code = "already_up"
 
 
+class StateLost(InternalError):
+    """The state directory was taken from under its launcher."""
+
+    code = "state_lost"
+
+
 def add_state_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dir", default=DEFAULT_DIR, metavar="DIR", help=f"default {DEFAULT_DIR}")
 
@@ -86,6 +92,8 @@ class StateDir:
         self.pids = self.root / "pids"
         self.models = self.root / "models"
         self.cache = self.root / "cache"
+        self.folders = (self.configs, self.logs, self.pids, self.models, self.cache)
+        self._held: os.stat_result | None = None
 
     def check(self) -> None:
         """Raises ConfigError when something is there that is not a readable directory. Creates nothing."""
@@ -98,13 +106,12 @@ class StateDir:
 
     def prepare(self) -> None:
         """Create what is missing. Raises ConfigError when that cannot be done, or nothing can be written."""
-        folders = (self.configs, self.logs, self.pids, self.models, self.cache)
         try:
-            for folder in folders:
+            for folder in self.folders:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self.unusable(error) from None
-        for folder in (self.root, *folders):
+        for folder in (self.root, *self.folders):
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise ConfigError(f"cannot use the state directory {self.root}: {folder} is not writable")
 
@@ -125,7 +132,42 @@ class StateDir:
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
-            yield
+            self._held = os.fstat(file.fileno())
+            try:
+                yield
+            finally:
+                self._held = None
+
+    def is_lost(self) -> bool:
+        """Whether the directory that this object holds is gone, or another one has taken its place. Its
+        launcher may neither write to it any more nor start anything from it."""
+        if self._held is None:
+            return False
+        try:
+            there = (self.root / "lock").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+        return not os.path.samestat(self._held, there)
+
+    def lost(self) -> StateLost:
+        return StateLost(
+            f"the state directory {self.root} was removed or replaced while it was in use; "
+            "everything started from it is stopped"
+        )
+
+    def lost_launchers(self) -> list[int]:
+        """Pids of launchers that hold the lock of an earlier directory of this name: it was removed under
+        them. A launcher is known by its lock's content, since those who only look open it too."""
+        lock = Path(os.path.realpath(self.root)) / "lock"
+        found = []
+        for pid, opened in procfs.with_open_file(lock):
+            with contextlib.suppress(OSError):
+                stale = not lock.exists() or not opened.samefile(lock)
+                if stale and opened.read_text(encoding="ascii", errors="replace") == str(pid):
+                    found.append(pid)
+        return found
 
     def is_held(self) -> bool:
         """Whether a launcher is alive. Raises ConfigError when that cannot be known."""

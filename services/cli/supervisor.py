@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class Supervisor:
     """Keeps one process running for every specification.
 
     Until ``guard()`` a death is final and ``failure`` tells of it; afterwards it leads to a restart
-    (unless ``restart`` is off).
+    (unless ``restart`` is off). Once the state directory is lost nothing is started any more.
     """
 
     def __init__(
@@ -108,18 +108,21 @@ class Supervisor:
         clock: Clock | None = None,
         backoff: Backoff | None = None,
         environ: Mapping[str, str] | None = None,
+        lost: Callable[[], object] = lambda: None,
     ) -> None:
+        """``lost`` is called, perhaps more than once, when the state directory was taken from under us."""
         self._children = [_Child(spec) for spec in specs]
         self._state = state
         self._restart = restart
         self._clock = clock or MonotonicClock()
         self._backoff = backoff or Backoff()
+        self._lost = lost
         self._environ = dict(os.environ if environ is None else environ)
         self._lock = threading.Lock()
         self._guarding = False
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
-        self.failure: StartFailed | None = None
+        self.failure: InternalError | None = None
 
     def start(self) -> None:
         """Write every configuration file, start every process, and begin to watch. Raises ConfigError when
@@ -163,8 +166,9 @@ class Supervisor:
         self._end(routers, times.drain_s)
         self._say(progress, "stopping")
         self._end(workers, times.exit_s)
-        with contextlib.suppress(OSError):
-            self._state.forget()
+        if not self._state.is_lost():
+            with contextlib.suppress(OSError):
+                self._state.forget()
 
     # --- inside
 
@@ -175,8 +179,10 @@ class Supervisor:
             progress(text)
 
     def _spawn(self, child: _Child) -> None:
-        """Start the child's process; the caller holds the lock."""
+        """Start the child's process, from the configuration that is ours whatever lies there by now; the
+        caller holds the lock. Raises OSError."""
         spec = child.spec
+        write(spec.config, self._state.config_file(spec.name))
         with self._state.log_file(spec.name).open("ab") as output:
             process = subprocess.Popen(
                 spec.argv(self._state.config_file(spec.name)),
@@ -212,6 +218,10 @@ class Supervisor:
         """Notice deaths and carry out restarts that are due. The watching thread calls this."""
         now = self._clock.now()
         with self._lock:
+            if self._state.is_lost():
+                self.failure = self._state.lost()
+                self._lost()
+                return
             for child in self._children:
                 if child.process is not None and (code := child.process.poll()) is not None:
                     self._buried(child, code, now)
@@ -258,34 +268,6 @@ class Supervisor:
             child.process, child.exit_code = None, process.returncode
 
 
-def end_leftovers(state: StateDir, patience_s: float = 5.0, clock: Clock | None = None) -> list[str]:
-    """End processes of a launcher that is gone; returns their names. Only for a state nobody holds."""
-    clock = clock or MonotonicClock()
-    found = [record for record in state.processes() if record.alive]
-    found += _unnoted(state, {record.pid for record in found})
-    for record in found:
-        _signal(record, signal.SIGTERM)
-    deadline = clock.now() + patience_s
-    pause = threading.Event()
-    while any(record.alive for record in found) and clock.now() < deadline:
-        pause.wait(WATCH_S)
-    for record in found:
-        if record.alive:
-            _signal(record, signal.SIGKILL)
-    state.forget()
-    return [record.name for record in found]
-
-
-def _unnoted(state: StateDir, noted: Collection[int]) -> list[ProcessRecord]:
-    """Processes that run with a configuration of this state though nobody could note their pids."""
-    found = []
-    for pid in procfs.with_argument(f"{state.configs}{os.sep}"):
-        started = procfs.start_ticks(pid)
-        if started is not None and pid not in noted and pid != os.getpid():
-            found.append(ProcessRecord(f"process {pid}", "", pid, started))
-    return found
-
-
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     """The last lines of a log."""
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -293,11 +275,6 @@ def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
         found = file.read().decode("utf-8", errors="replace").splitlines()
         return found[-lines:] if lines else []
     return []
-
-
-def _signal(record: ProcessRecord, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(record.pid, number)
 
 
 def _rotate(log: Path) -> None:

@@ -134,7 +134,7 @@ def _cells(reading: Reading) -> list[str | Text]:
         Text(state, _STYLES.get(row.state, "")),
         str(row.pid or "-"),
         duration(row.uptime_s) if row.pid else "-",
-        str(row.restarts),
+        str(row.restarts + (row.state != "running")),
         _number(reading.memory_bytes, 2**-20),
         _number(reading.cpu, 100),
         _number(work.running),

@@ -51,6 +51,8 @@ class Topology:
             letter, _, count = part.partition("=")
             if letter not in _LETTERS or not count.isdecimal() or int(count) > 64:
                 raise ConfigError(f"topology {part!r}: expected e=, p=, d= or s= and a number up to 64")
+            if _LETTERS[letter] in counts:
+                raise ConfigError(f"topology {text!r}: {letter}= is given twice")
             counts[_LETTERS[letter]] = int(count)
         topology = replace(usual or cls(), **counts)
         if topology.prefills + topology.decodes == 0:

@@ -128,13 +128,18 @@ def _detach(args: argparse.Namespace, state: StateDir, progress: Progress, stopp
             launcher.wait()
             raise Interrupted("stopped while starting")
     kind = ConfigError if launcher.returncode == UNWORKABLE else DetachFailed
-    said_last = tail(log, 40) or [f"its log {log} is empty; {_free(state)} bytes are free there"]
+    said_last = tail(log, 40) or [_without_words(state)]
     raise kind("could not start:\n" + "\n".join(said_last))
 
 
-def _free(state: StateDir) -> int:
-    disk = os.statvfs(state.root)
-    return disk.f_bavail * disk.f_frsize
+def _without_words(state: StateDir) -> str:
+    """Why a launcher may have left nothing in its log."""
+    try:
+        disk = os.statvfs(state.logs)
+    except OSError:
+        return f"the state directory {state.root} was removed meanwhile"
+    free = disk.f_bavail * disk.f_frsize
+    return f"its log {state.log_file(LAUNCHER)} is empty; {free} bytes are free there"
 
 
 def _serve_arguments(args: argparse.Namespace) -> list[str]:

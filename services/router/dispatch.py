@@ -163,7 +163,7 @@ class Dispatcher:
             if flight.deadline <= now:
                 flight.fail(DeadlineExceeded("the request's deadline has passed"))
             elif self._drain_by <= now:
-                flight.fail(Overloaded("the server is shutting down"))
+                flight.fail(Overloaded("the server is shutting down", code="shutting_down"))
         self._place_waiting()
         if now >= self._renew_at:
             self._renew_at = now + self._renew_every_s

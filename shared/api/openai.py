@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from shared.api.schema import ChatBody, ChatMessage, CompletionBody, GenerationBody, TextPart, decode_body
 from shared.errors import InvalidRequest, TriptychError
-from shared.types import inference
-from shared.types.bounds import check_picture, check_request
+from shared.types import bounds, inference
+from shared.types.bounds import check_length, check_parts, check_picture, check_request
 from shared.types.inference import ImagePart, InferenceRequest, Message, ModelCard
 from shared.types.request import SamplingParams
 
@@ -65,6 +65,7 @@ def model_name(fields: dict[str, Any]) -> str:
 
 def parse_chat(fields: dict[str, Any], card: ModelCard, read_image: ReadImage, labels: CallLabels) -> ApiCall:
     """A chat completion. Raises InvalidRequest and whatever ``read_image`` raises."""
+    check_parts(_num_parts(fields.get("messages")))
     body = decode_body(fields, ChatBody)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
@@ -84,9 +85,7 @@ def parse_chat(fields: dict[str, Any], card: ModelCard, read_image: ReadImage, l
 def parse_completion(fields: dict[str, Any], card: ModelCard, labels: CallLabels) -> ApiCall:
     """A text completion of one or more prompts. Raises InvalidRequest."""
     body = decode_body(fields, CompletionBody)
-    prompts = _prompts(body.prompt)
-    if len(prompts) * (body.n or 1) > _MAX_PROMPT_CHOICES:
-        raise InvalidRequest(f"at most {_MAX_PROMPT_CHOICES} choices over all prompts", param="prompt")
+    prompts = _prompts(body.prompt, body.n or 1, card)
     sampling = _sampling(body, body.max_tokens or _COMPLETION_MAX_TOKENS, body.logprobs)
     requests = tuple(
         _request(body, card, labels, sampling, prompt=prompt)
@@ -166,23 +165,33 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted({int(key): value for key, value in bias.items()}.items()))
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """The four shapes as a list of prompts."""
-    if isinstance(prompt, str):
-        prompts: list[Any] = [prompt]
-    elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
-        prompts = [prompt]
-    elif isinstance(prompt, list):
-        prompts = prompt
-    else:
-        raise InvalidRequest("prompt must be a string, token ids, or a list of either", param="prompt")
+def _num_parts(messages: Any) -> int:
+    """Parts of a body's messages, counted before anything is done for each; 0 for what is no list."""
+    if not isinstance(messages, list) or len(messages) > bounds.MAX_PARTS:
+        return len(messages) if isinstance(messages, list) else 0
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return sum(len(content) if isinstance(content, list) else 1 for content in contents)
+
+
+def _prompts(prompt: Any, num_choices: int, card: ModelCard) -> list[str | list[int]]:
+    """The four shapes as a list of prompts. How many there are is looked at before any of them is."""
+    malformed = InvalidRequest("prompt must be a string, token ids, or a list of either", param="prompt")
+    if not isinstance(prompt, str | list):
+        raise malformed
+    is_several = isinstance(prompt, list) and not (prompt and type(prompt[0]) is int)
+    prompts = list(prompt) if is_several else [prompt]
+    if len(prompts) * num_choices > _MAX_PROMPT_CHOICES:
+        raise InvalidRequest(f"at most {_MAX_PROMPT_CHOICES} choices over all prompts", param="prompt")
     if not prompts or not all(prompts):
         raise InvalidRequest("prompt is empty", param="prompt")
     for item in prompts:
         if isinstance(item, str):
             continue
-        if not isinstance(item, list) or any(type(token_id) is not int for token_id in item):
-            raise InvalidRequest("prompt must be a string, token ids, or a list of either", param="prompt")
+        if not isinstance(item, list):
+            raise malformed
+        check_length(len(item), card, "prompt")
+        if any(type(token_id) is not int for token_id in item):
+            raise malformed
     return prompts
 
 

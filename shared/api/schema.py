@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -109,7 +109,7 @@ class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True)
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
     url: str
-    detail: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ImageUrlPart(Struct, tag_field="type", tag="image_url", forbid_unknown_fields=True):

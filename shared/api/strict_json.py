@@ -10,8 +10,14 @@ from typing import Any, NoReturn
 from shared.errors import InvalidRequest
 
 MAX_DEPTH = 64
+#: Lists, objects, keys and separators that a body may have: more than any request that could be served.
+MAX_COUNTS = {b"[": 1 << 16, b"{": 1 << 16, b":": 1 << 17, b",": 1 << 20}
 #: Signed and unsigned 64 bit.
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+#: Up to a thousand strings with what stands between them; else what follows the last one.
+_PIECES = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,1000}+|.++", re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -22,8 +28,9 @@ class _Refused(ValueError):
 def parse_object(body: bytes) -> dict[str, Any]:
     """The object that ``body`` holds. Raises InvalidRequest (``invalid_json``) for anything that is not
     one UTF-8 JSON object: also NaN, infinities, repeated keys, integers over 64 bit, lone surrogates,
-    and nesting deeper than MAX_DEPTH."""
+    nesting deeper than MAX_DEPTH, and more items than a request may have."""
     try:
+        _check_size(body)
         value = _DECODER.decode(body.decode("utf-8"))
         if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
             _check_depth(value)
@@ -41,6 +48,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     return value
+
+
+def _check_size(body: bytes) -> None:
+    """Nothing is built of what has too many items. What stands in text does not count, and is told apart
+    only where there is enough of it; piece by piece, so that other threads run meanwhile."""
+    if all(body.count(mark) <= most for mark, most in MAX_COUNTS.items()):
+        return
+    counts = dict.fromkeys(MAX_COUNTS, 0)
+    for piece in _PIECES.finditer(body):
+        outside = _STRINGS.sub(b"", piece[0])
+        for mark, most in MAX_COUNTS.items():
+            counts[mark] += outside.count(mark)
+            if counts[mark] > most:
+                raise _Refused("it has too many items")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

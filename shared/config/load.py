@@ -7,6 +7,7 @@ reported in one ConfigError, each with its key path.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,8 +93,12 @@ def dump(config: object) -> dict[str, Any]:
 
 
 def write(config: object, path: Path) -> None:
-    """Write ``dump(config)`` as YAML."""
-    path.write_text(yaml.safe_dump(dump(config), sort_keys=False), encoding="utf-8")
+    """Write ``dump(config)`` as YAML, unless exactly that is there. Raises OSError."""
+    text = yaml.safe_dump(dump(config), sort_keys=False)
+    with contextlib.suppress(OSError, ValueError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    path.write_text(text, encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:

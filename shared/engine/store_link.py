@@ -130,7 +130,7 @@ class RemoteStoreLink(StoreLink):
 
     def _offered(self, blocks: tuple[CommittedBlock, ...]) -> None:
         self._num_offered -= len(blocks)
-        for block in blocks:
+        for block in reversed(blocks):  # the first to be unused is the first to go: of a prefix the tail
             self._kv.unpin(block.group, (block.block_id,))
 
     def _found(

@@ -25,7 +25,7 @@ def load_config(model_dir: Path) -> ModelConfig:
     config = read_config(keys)
     if eos is None:
         return config
-    return dataclasses.replace(config, eos_token_ids=_ids(eos))
+    return dataclasses.replace(config, eos_token_ids=_eos_ids(eos, config.vocab_size, generation.name))
 
 
 def read_config(keys: _Keys) -> ModelConfig:
@@ -40,7 +40,7 @@ def read_config(keys: _Keys) -> ModelConfig:
         return reader(keys)
     except KeyError as error:
         raise ConfigError(f"config.json lacks {error.args[0]!r}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError("config.json holds a value of the wrong type") from error
 
 
@@ -68,11 +68,14 @@ def _smolvlm(keys: _Keys) -> ModelConfig:
     if text.get("model_type", "llama") != "llama":
         raise ConfigError(f"a vision-language model around {text['model_type']} is not supported")
     text.setdefault("tie_word_embeddings", keys.get("tie_word_embeddings", False))
+    text.setdefault("triptych_vocab_size", keys.get("triptych_vocab_size", text["vocab_size"]))
+    decoder, image_token_id = _llama(text), int(keys["image_token_id"])
+    if not 0 <= image_token_id < decoder.vocab_size:
+        raise ConfigError(f"config.json: image_token_id {image_token_id} is outside of the vocabulary")
     return dataclasses.replace(
-        _llama(text),
+        decoder,
         architecture=keys["architectures"][0],
-        num_valid_tokens=int(keys.get("triptych_vocab_size", text["vocab_size"])),
-        image_token_id=int(keys["image_token_id"]),
+        image_token_id=image_token_id,
         prefix="model.text_model.",
     )
 
@@ -100,31 +103,41 @@ def _dense(
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"activation {activation} is not supported; supported: silu")
-    heads, hidden = int(keys["num_attention_heads"]), int(keys["hidden_size"])
+    heads, hidden = _positive(keys, "num_attention_heads"), _positive(keys, "hidden_size")
+    vocab_size = _positive(keys, "vocab_size")
     config = ModelConfig(
         architecture=keys.get("architectures", ["LlamaForCausalLM"])[0],
-        vocab_size=int(keys["vocab_size"]),
-        num_valid_tokens=int(keys.get("triptych_vocab_size", keys["vocab_size"])),
+        vocab_size=vocab_size,
+        num_valid_tokens=int(keys.get("triptych_vocab_size", vocab_size)),
         hidden_size=hidden,
-        intermediate_size=int(keys["intermediate_size"]),
-        num_layers=int(keys["num_hidden_layers"]),
+        intermediate_size=_positive(keys, "intermediate_size"),
+        num_layers=_positive(keys, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=int(keys.get("num_key_value_heads") or heads),
         head_dim=int(keys.get("head_dim") or hidden // heads),
         rms_norm_eps=float(keys["rms_norm_eps"]),
         rope=_rope(keys),
-        max_position=int(keys["max_position_embeddings"]),
+        max_position=_positive(keys, "max_position_embeddings"),
         tie_embeddings=bool(keys.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         window=None if window is None else int(window),
-        eos_token_ids=_ids(keys.get("eos_token_id")),
+        eos_token_ids=_eos_ids(keys.get("eos_token_id"), vocab_size, "config.json"),
     )
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+    if min(config.num_kv_heads, config.head_dim) < 1 or heads % config.num_kv_heads or config.head_dim % 2:
         raise ConfigError("the head counts of config.json do not fit together")
+    if not 1 <= config.num_valid_tokens <= vocab_size:
+        raise ConfigError("config.json: triptych_vocab_size does not lie within vocab_size")
     return config
+
+
+def _positive(keys: _Keys, name: str) -> int:
+    value = int(keys[name])
+    if value < 1:
+        raise ConfigError(f"config.json: {name} is {value}; it must be at least 1")
+    return value
 
 
 def _rope(keys: _Keys) -> RopeConfig:
@@ -159,8 +172,14 @@ def _qwen_window(keys: _Keys) -> int | None:
     return int(keys["sliding_window"]) if all(sliding) else None
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    """One id, several, or none."""
+def _eos_ids(value: Any, vocab_size: int, file: str) -> tuple[int, ...]:
+    """One id, several, or none. Raises ConfigError that names the file."""
     if value is None:
         return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise ConfigError(f"{file}: eos_token_id holds {one!r:.40}, which is no token id")
+        if not 0 <= one < vocab_size:
+            raise ConfigError(f"{file}: eos_token_id {one} is outside of the vocabulary of {vocab_size}")
+    return ids

@@ -77,6 +77,8 @@ def _normalisation(settings: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Ten
         mean, std = (torch.tensor([float(v) for v in settings[k]]) for k in ("image_mean", "image_std"))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("preprocessor_config.json lacks image_mean and image_std") from error
+    if not (torch.isfinite(mean).all() and (std > 0).all()):
+        raise ConfigError("preprocessor_config.json: image_mean and image_std cannot normalise a picture")
     return 1.0 / (255.0 * std), -mean / std
 
 

@@ -12,6 +12,11 @@ from msgspec import Struct
 
 from shared.errors import ConfigError, InvalidRequest
 
+#: Most pixels of a side of the square that a vision tower takes.
+MAX_SIDE = 8192
+#: Means and deviations of colours lie well within: float32 must be able to divide by them.
+_MIN_STD, _MAX_COLOUR = 1e-3, 1e3
+
 
 class ImageProcessor(Protocol):
     """What router and encoder must agree on about one model's pictures. Immutable.
@@ -108,8 +113,9 @@ def _witness(config: Mapping[str, Any]) -> WitnessProcessor:
 def _fixed_size(config: Mapping[str, Any], pre: Mapping[str, Any]) -> FixedSizeProcessor:
     try:
         vision = config["vision_config"]
-        rows = (vision["image_size"] // vision["patch_size"] // config["scale_factor"]) ** 2
-        size = pre.get("size", [vision["image_size"]] * 2)
+        side = int(vision["image_size"])
+        rows = (side // int(vision["patch_size"]) // int(config["scale_factor"])) ** 2
+        size = pre.get("size", [side, side])
         width, height = (size["width"], size["height"]) if isinstance(size, dict) else size
         processor = FixedSizeProcessor(
             image_token_id=int(config["image_token_id"]),
@@ -118,11 +124,34 @@ def _fixed_size(config: Mapping[str, Any], pre: Mapping[str, Any]) -> FixedSizeP
             mean=tuple(map(float, pre["image_mean"])),
             std=tuple(map(float, pre["image_std"])),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError("the image settings of the model are incomplete") from error
+    _check_sizes(processor, side)
+    _check_colours(processor)
     if pre.get("resample", "bicubic") not in ("bicubic", 3) or pre.get("image_tokens", rows) != rows:
         raise ConfigError("the image settings of the model are not supported")
     return processor
+
+
+def _check_sizes(processor: FixedSizeProcessor, side: int) -> None:
+    """Raises ConfigError unless pictures are decoded to what the vision tower takes."""
+    if not 1 <= side <= MAX_SIDE or processor.rows < 1:
+        raise ConfigError("config.json: image_size, patch_size and scale_factor do not fit together")
+    if processor.size != (side, side):
+        width, height = processor.size
+        raise ConfigError(
+            f"preprocessor_config.json: size {width}x{height} is not the vision tower's {side}x{side}"
+        )
+    if processor.image_token_id < 0:
+        raise ConfigError("config.json: image_token_id is no token id")
+
+
+def _check_colours(processor: FixedSizeProcessor) -> None:
+    """Raises ConfigError unless pixels can be normalised. What is not a number fits nowhere."""
+    if len(processor.mean) != 3 or not all(abs(value) <= _MAX_COLOUR for value in processor.mean):
+        raise ConfigError("preprocessor_config.json: image_mean must be three finite numbers")
+    if len(processor.std) != 3 or not all(_MIN_STD <= value <= _MAX_COLOUR for value in processor.std):
+        raise ConfigError("preprocessor_config.json: image_std must be three numbers above 0")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Admission:
         """Take a place, waiting for one if need be. Raises Overloaded at once when the queue is full
         or the router is going down, DeadlineExceeded when no place came free before ``deadline``."""
         if self.draining:
-            raise Overloaded("the server is shutting down")
+            raise Overloaded("the server is shutting down", code="shutting_down")
         if self.num_running >= self._config.max_running:
             if len(self._waiting) >= self._config.max_queued:
                 raise Overloaded("too many requests are waiting")
@@ -59,7 +59,7 @@ class Admission:
         self.draining = True
         for place in self._waiting:
             if not place.done():
-                place.set_exception(Overloaded("the server is shutting down"))
+                place.set_exception(Overloaded("the server is shutting down", code="shutting_down"))
 
     @property
     def num_waiting(self) -> int:

@@ -138,7 +138,7 @@ TIER_DISABLED = _counter("kv_offload_disabled", "Times that a tier switched its 
 #: reason: those of a corrupt record, and io.
 TIER_QUARANTINED = _counter("kv_offload_quarantined", "Records that were put aside", "tier", "reason")
 TIER_DRIFT = _counter("kv_offload_drift_bytes", "Bytes by which a tier's counter was found to be off", "tier")
-#: reason: missing (not read), or that of a corrupt record.
+#: reason: missing (not read), corrupt (the tier found it so itself), or that of a record that did not verify.
 PROMOTION_FAILURES = _counter(
     "kv_offload_promotion_failures", "Records that could not be loaded into memory", "tier", "reason"
 )

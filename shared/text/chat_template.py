@@ -56,7 +56,9 @@ class ChatTemplate:
     ) -> None:
         """``strftime_now`` tells templates today's date; without it they take their fixed one, so that
         prompts stay equal from day to day. Raises ConfigError when ``source`` does not compile or
-        reaches for private attributes."""
+        reaches for private attributes, or is empty."""
+        if not source.strip():
+            raise ConfigError("the chat template is empty")
         self.source = source
         self._variables: dict[str, Any] = dict(variables)
         if strftime_now is not None:
@@ -66,19 +68,22 @@ class ChatTemplate:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ConfigError("the chat template does not compile") from error
+            raise ConfigError(f"the chat template does not compile{_where(error)}") from error
         _refuse_private_names(tree)
         self.takes_parts = self._probe_parts()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt text. Raises InvalidRequest when the template refuses the messages."""
+        """The prompt text, never empty. Raises InvalidRequest when the template refuses the messages."""
         limit = MAX_TEMPLATE_CHARS + sum(_content_chars(m.get("content")) for m in messages)
         try:
-            return self._render(messages, add_generation_prompt, limit)
+            text = self._render(messages, add_generation_prompt, limit)
         except _Refused as error:
             raise InvalidRequest(f"the chat template refuses: {error}"[:300], param="messages") from error
         except _RENDER_ERRORS as error:
             raise InvalidRequest("the chat template cannot render the messages", param="messages") from error
+        if not text:
+            raise InvalidRequest("the chat template renders nothing", param="messages")
+        return text
 
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, limit: int) -> str:
         pieces, size = [], 0
@@ -107,25 +112,46 @@ class ChatTemplate:
 
 def load_chat_template(model_dir: Path, variables: Mapping[str, str]) -> ChatTemplate | None:
     """The template of a model directory: chat_template.jinja, else the one in tokenizer_config.json.
-    None when the model has none. Raises ConfigError when it is unusable."""
+    None when the model has none. Raises ConfigError that names the file when it is unusable."""
+    file = model_dir / "chat_template.jinja"
     try:
-        source: object = (model_dir / "chat_template.jinja").read_text(encoding="utf-8")
+        source: object = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        source = _configured_template(model_dir)
-    return ChatTemplate(source, variables) if isinstance(source, str) else None
-
-
-def _configured_template(model_dir: Path) -> object:
+        file = model_dir / "tokenizer_config.json"
+        source = _configured_template(file)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file.name} is not UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError(f"{file.name} cannot be read") from error
+    if not isinstance(source, str):
+        return None
     try:
-        config = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return ChatTemplate(source, variables)
+    except ConfigError as error:
+        raise ConfigError(f"{file.name}: {error.message}") from error
+
+
+def _configured_template(file: Path) -> object:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ConfigError(f"{file.name} cannot be read") from error
     except ValueError as error:
-        raise ConfigError("tokenizer_config.json is not JSON") from error
+        raise ConfigError(f"{file.name} is not JSON") from error
     template = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(template, list):  # several named templates
-        return next((t.get("template") for t in template if t.get("name") == "default"), None)
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        return named[0].get("template") if named else None
     return template
+
+
+def _where(error: Exception) -> str:
+    """What a syntax error says of itself."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f" (line {error.lineno}: {error.message})"
+    return ""
 
 
 class _Refused(Exception):

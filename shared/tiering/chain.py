@@ -6,7 +6,7 @@ nor whether what came back is right (``promotion``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from shared.telemetry import metrics
 from shared.telemetry.logs import get_logger
@@ -73,11 +73,9 @@ class TierChain:
                     places[n] = NOT_YET
         return places
 
-    def load(
-        self, index: int, items: Sequence[LoadItem], done: Callable[[Mapping[bytes, bytes]], None]
-    ) -> None:
-        """``done`` gets the header of each record that lies in its destination, perhaps not as wanted."""
-        self._begin(index, lambda tier, job: tier.submit_load(job, items), lambda end: done(end.loaded))
+    def load(self, index: int, items: Sequence[LoadItem], done: Callable[[JobDone], None]) -> None:
+        """``done`` gets the job's end: what lies in its destination by then is perhaps not as wanted."""
+        self._begin(index, lambda tier, job: tier.submit_load(job, items), done)
 
     def store(self, items: Sequence[StoreItem], done: Callable[[frozenset[bytes]], None]) -> None:
         """Give records to every tier that takes some; ``done`` gets the keys that one of them or more holds,

@@ -41,7 +41,8 @@ class CpuTier(Tier):
             tenant_share=tenant_share,
         )
         self._index = PrefixIndex()
-        self._shelf.on_removed = self._index.pop
+        self._keys: dict[bytes, BlockKey] = {}
+        self._shelf.on_removed = self._forget
 
     @property
     def pool(self) -> BlockPool:
@@ -71,6 +72,11 @@ class CpuTier(Tier):
     def find(self, key: BlockKey) -> int | None:
         return self._index.get(key.block_hash, block_content(key.parent, key.token_ids, key.media))
 
+    def before(self, key: BlockKey) -> list[BlockKey]:
+        """The held blocks that lead to this one, in order, without it: from the root on, or from where memory
+        has a gap."""
+        return [self._keys[name] for name in self._shelf.before(key.parent)]
+
     def pin(self, ids: Sequence[int]) -> None:
         self._shelf.pin(ids)
 
@@ -97,8 +103,13 @@ class CpuTier(Tier):
                 self._shelf.remove(key.block_hash, "replaced")
             self.pool.set_checksums(block_id, checksums)
             self._index.put(key.block_hash, content, block_id)
+            self._keys[key.block_hash] = key
             items[key.block_hash] = ShelfItem(key.block_hash, (block_id,), key.parent, tenant)
         self._shelf.hold(list(items.values()))
+
+    def _forget(self, block_hash: bytes) -> None:
+        self._index.pop(block_hash)
+        del self._keys[block_hash]
 
     def discard(self, ids: Sequence[int], *, late: bool) -> None:
         self._shelf.discard(ids, late=late)
@@ -109,5 +120,5 @@ class CpuTier(Tier):
     def check_integrity(self) -> None:
         """Raises when an invariant is broken; for tests and idle times."""
         self._shelf.check_integrity()
-        if len(self._index) != len(self._shelf):
+        if not len(self._index) == len(self._keys) == len(self._shelf):
             raise ValueError("the index and the shelf disagree")

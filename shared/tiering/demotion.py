@@ -49,18 +49,18 @@ class Demotions:
         self._remember(name)
         self._admission.admits((name,))
 
-    def used(self, names: Sequence[bytes], candidate: Callable[[int], Candidate]) -> None:
-        """What goes by these names was used (its offer counts, too); what was used before is written, in
-        this order. ``candidate`` says of the n-th name what it is."""
-        if self._chain.is_empty or not names:
-            return
-        admitted = self._admission.admits(names)
+    def used(self, names: Sequence[bytes]) -> list[bool]:
+        """What goes by these names was used (its offer counts, too): for each, whether it is let in below,
+        because it was used before."""
+        if self._chain.is_empty:
+            return [False] * len(names)
+        return self._admission.admits(names)
+
+    def write(self, names: Sequence[bytes], candidate: Callable[[int], Candidate]) -> None:
+        """Give what goes by these names to the lower tiers, in this order, unless they were asked not long
+        ago. ``candidate`` says of the n-th name what it is."""
         fresh_from = self._clock.now() - REFRESH_S
-        due = [
-            n
-            for n, (name, ok) in enumerate(zip(names, admitted, strict=True))
-            if ok and self._asked.get(name, fresh_from) <= fresh_from
-        ]
+        due = [n for n, name in enumerate(names) if self._asked.get(name, fresh_from) <= fresh_from]
         chosen = due[: self._max_records - self._num_storing]
         if chosen and self._chain.writable:
             self._begin([names[n] for n in chosen], [candidate(n) for n in chosen])

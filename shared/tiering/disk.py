@@ -47,6 +47,7 @@ class _Job:
     num_waiting: int = 0
     stored: set[bytes] = field(default_factory=set)
     loaded: dict[bytes, bytes] = field(default_factory=dict)
+    corrupt: set[bytes] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -141,17 +142,15 @@ class DiskTier(OffloadTier):
 
     def submit_load(self, job_id: int, items: Sequence[LoadItem]) -> None:
         self._take_in()
-        wanted = {item.key: item for item in reversed(items)}
-        job = self._begin(job_id, [item.key for item in items])
-        reads: list[Read] = []
+        wanted = {item.key: item.into for item in reversed(items)}
+        job, reads = self._begin(job_id, [item.key for item in items]), list[Read]()
         for key in job.order:
-            entry, into = self._index.get(key), wanted[key].into
+            entry, into = self._index.get(key), wanted[key]
             if entry is not None and entry.payload_bytes == into.nbytes:
-                read = Read(key, entry.header_bytes, into)
-                self._reading[read] = (job_id, entry)
+                reads.append(Read(key, entry.header_bytes, into))
+                self._reading[reads[-1]] = (job_id, entry)
                 entry.num_pins += 1
                 job.num_waiting += 1
-                reads.append(read)
         self._readers.run(reads)
         self._end_at_once(job_id)
 
@@ -229,9 +228,9 @@ class DiskTier(OffloadTier):
     def _end(self, job_id: int) -> None:
         job = self._jobs.pop(job_id)
         self._index.enlist(job.order)
-        self._index.touch(key for key in job.order if key in job.loaded)
-        stored = tuple(key for key in job.order if key in job.stored)
-        self._done.append(JobDone(job_id, stored, job.loaded))
+        loaded, stored = (tuple(filter(keys.__contains__, job.order)) for keys in (job.loaded, job.stored))
+        self._index.touch(loaded)
+        self._done.append(JobDone(job_id, stored, job.loaded, job.corrupt))
 
     # --- decisions -------------------------------------------------------------------------------
 
@@ -306,14 +305,15 @@ class DiskTier(OffloadTier):
         job_id, entry = self._reading.pop(read)
         entry.num_pins -= 1
         leaves: list[Leave] = []
+        is_here = self._index.get(read.key) is entry
         if not read.problem:
             self._jobs[job_id].loaded[read.key] = read.header
             self._observer.loaded(entry.header_bytes + entry.payload_bytes, read.seconds)
-        elif self._index.get(read.key) is entry:
-            if read.problem == "ENOENT":
-                self._forget(read.key)
-            elif reason := _BROKEN.get(read.problem):
-                leaves.append(self._set_aside(read.key, reason))
+        elif reason := _BROKEN.get(read.problem):
+            self._jobs[job_id].corrupt.add(read.key)
+            leaves += [self._set_aside(read.key, reason)] if is_here else []
+        elif read.problem == "ENOENT" and is_here:
+            self._forget(read.key)
         self._one_less(job_id)
         return leaves
 

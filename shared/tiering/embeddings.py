@@ -307,7 +307,9 @@ class EmbeddingStore:
         return True
 
     def _used(self, name: bytes) -> None:
-        self._lower.demotions.used((name,), lambda n: self._candidate(self._held[name]))
+        demotions = self._lower.demotions
+        if all(demotions.used((name,))):
+            demotions.write((name,), lambda n: self._candidate(self._held[name]))
 
     def _candidate(self, rows: _Rows) -> Candidate:
         def make() -> StoreItem:

@@ -251,6 +251,7 @@ class MooncakeTier(OffloadTier):
     def _load(self, job_id: int, items: Sequence[LoadItem]) -> _Ended:
         began, loaded = self._clock.now(), dict[bytes, bytes]()
         gone: list[bytes] = []
+        corrupt: list[bytes] = []
         for batch, places in self._batches(items, [_HEADER_BYTES + item.into.nbytes for item in items]):
             try:
                 codes = self._link.call(Get(self._names(item.key for item in batch), places))
@@ -266,10 +267,13 @@ class MooncakeTier(OffloadTier):
                     gone.append(item.key)
             if broken:  # else it would be taken for stored
                 gone += broken
+                corrupt += broken
                 self._remove(broken)
         sizes = {item.key: item.into.nbytes for item in items if item.key in loaded}
         seconds = self._clock.now() - began
-        return _Ended(JobDone(job_id, loaded=loaded), loaded=sizes, gone=gone, seconds=seconds)
+        return _Ended(
+            JobDone(job_id, loaded=loaded, corrupt=corrupt), loaded=sizes, gone=gone, seconds=seconds
+        )
 
     @staticmethod
     def _take(item: LoadItem, data: memoryview, loaded: dict[bytes, bytes]) -> None:

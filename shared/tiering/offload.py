@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,12 +45,14 @@ class JobDone:
     """A job's end: the keys that succeeded, of those asked for. Fewer than all is a normal end.
 
     ``stored``: keys that the tier holds now. ``loaded``: the header of each payload that lies whole in
-    its destination; what a destination holds otherwise is undefined.
+    its destination; what a destination holds otherwise is undefined. ``corrupt``: keys whose records did
+    not verify, if the tier looks for itself; it has taken them away already.
     """
 
     job_id: int
     stored: tuple[bytes, ...] = ()
     loaded: Mapping[bytes, bytes] = field(default_factory=dict)
+    corrupt: Collection[bytes] = ()
 
 
 class OffloadTier(ABC):

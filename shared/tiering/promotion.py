@@ -6,13 +6,13 @@ who waits for them. A tier is not trusted (see ``offload``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.telemetry import metrics
 from shared.telemetry.logs import get_logger
 from shared.tiering.chain import TierChain
-from shared.tiering.offload import LoadItem
+from shared.tiering.offload import JobDone, LoadItem
 from shared.tiering.reactor import Reactor
 from shared.tiering.record import CorruptRecord
 
@@ -54,11 +54,11 @@ class Promotions:
         for first in range(0, len(loads), JOB_RECORDS):
             part = loads[first : first + JOB_RECORDS]
             items = [LoadItem(load.key, load.into) for load in part]
-            self._chain.load(index, items, lambda headers, p=part: self._loaded(index, p, headers))  # type: ignore[misc]
+            self._chain.load(index, items, lambda end, p=part: self._loaded(index, p, end))  # type: ignore[misc]
 
-    def _loaded(self, index: int, loads: Sequence[Load], headers: Mapping[bytes, bytes]) -> None:
+    def _loaded(self, index: int, loads: Sequence[Load], end: JobDone) -> None:
         def verdicts() -> list[str]:
-            return [_verdict(load, headers.get(load.key)) for load in loads]
+            return [_verdict(load, end) for load in loads]
 
         self._reactor.elsewhere(verdicts, lambda problems: self._judged(index, loads, problems))
 
@@ -72,16 +72,17 @@ class Promotions:
                 metrics.TIER_HITS.labels(tier).inc()
             if problem == "payload":
                 metrics.CHECKSUM_FAILURES.labels(tier).inc()
-            if problem not in ("", "missing"):
+            if problem not in ("", "missing", "corrupt"):  # the tier's own finding is dealt with
                 _log.warning("a tier gave a record that does not verify", tier=tier, reason=problem)
                 self._chain.remove(index, [load.key])
             load.done(not problem)
 
 
-def _verdict(load: Load, header: bytes | None) -> str:
-    """What is wrong; empty when nothing is."""
+def _verdict(load: Load, end: JobDone) -> str:
+    """What is wrong; empty when nothing is. ``corrupt``: the tier saw that itself."""
+    header = end.loaded.get(load.key)
     if header is None:
-        return "missing"
+        return "corrupt" if load.key in end.corrupt else "missing"
     try:
         load.verify(header)
     except CorruptRecord as error:

@@ -144,7 +144,7 @@ class Shelf:
             self._num_idle += len(item.blocks)
         keys = [item.key for item in items]
         self._policy.stored(keys)
-        before = self._before(items[0].parent) if items else []
+        before = self.before(items[0].parent) if items else []
         self._policy.followed(before)
         for tenant in {item.tenant for item in items}:
             mine = [item for item in items if item.tenant == tenant]
@@ -157,15 +157,15 @@ class Shelf:
             return
         now, items = self._clock.now(), self._items
         self._observer.reused(now - items[keys[0]].used_at)
-        chain = [*self._before(items[keys[0]].parent), *keys]
+        chain = [*self.before(items[keys[0]].parent), *keys]
         for key in chain:
             items[key].used_at = now
         self._policy.touched(chain)
         for tenant in {items[key].tenant for key in keys}:
             self._shares.touched(tenant, chain)
 
-    def _before(self, key: bytes) -> list[bytes]:
-        """The chain of held items that ends with this one, in its order."""
+    def before(self, key: bytes) -> list[bytes]:
+        """The chain of held items that ends with this one, in its order; empty when it is not held."""
         chain: dict[bytes, None] = {}
         while key in self._items and key not in chain:  # hashes cut short may go round in a circle
             chain[key] = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from shared.telemetry import metrics
 from shared.tiering.base import Filled
@@ -257,9 +257,22 @@ class KvTiers:
     # Down.
 
     def _used(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
-        if not self._lower.chain.is_empty:
-            names = [_name(group, key) for group, key in blocks]
-            self._lower.demotions.used(names, lambda n: self._candidate(*blocks[n]))
+        demotions = self._lower.demotions
+        again = demotions.used([_name(group, key) for group, key in blocks])
+        due = self._with_leading([block for block, is_again in zip(blocks, again, strict=True) if is_again])
+        demotions.write([_name(group, key) for group, key in due], lambda n: self._candidate(*due[n]))
+
+    def _with_leading(self, blocks: Sequence[tuple[int, BlockKey]]) -> list[tuple[int, BlockKey]]:
+        """These and the blocks that lead to them, which count as used as often: readers that keep the head of
+        a prefix never ask for it, and below nothing is found without it. Groups side by side."""
+        chains: list[dict[bytes, BlockKey]] = [{} for _ in self._cpu]
+        for group, key in blocks:
+            chain = chains[group]
+            if key.parent not in chain:
+                chain.update((leading.block_hash, leading) for leading in self._cpu[group].before(key))
+            chain[key.block_hash] = key
+        rows = zip_longest(*(chain.values() for chain in chains))
+        return [(group, key) for row in rows for group, key in enumerate(row) if key is not None]
 
     def _candidate(self, group: int, key: BlockKey) -> Candidate:
         tier = self._cpu[group]

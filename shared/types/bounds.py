@@ -13,6 +13,8 @@ from shared.types.inference import ImagePart, InferenceRequest, Message, ModelCa
 from shared.types.request import SamplingParams
 
 MAX_CHOICES = 16
+#: Of all messages of a request together; one of plain text is one part.
+MAX_PARTS = 8192
 MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 MAX_STOP_IDS = 128
@@ -48,10 +50,25 @@ def check_request(request: InferenceRequest, card: ModelCard) -> None:
     _short("label", request.label, MAX_LABEL_CHARS)
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise InvalidRequest("the deadline must be positive", param="deadline_s")
+    check_length(len(request.prompt_token_ids or ()), card, "prompt")
     check_ids(request.prompt_token_ids or (), card, "prompt")
+    check_parts(sum(len(message.parts) for message in request.messages or ()))
     _check_sampling(request.sampling, card)
     for index, message in enumerate(request.messages or ()):
         _check_pictures(message, card, f"messages[{index}]")
+
+
+def check_parts(num_parts: int) -> None:
+    """Whether messages of so many parts are looked at at all."""
+    if num_parts > MAX_PARTS:
+        raise InvalidRequest(f"messages may have at most {MAX_PARTS} parts over all", param="messages")
+
+
+def check_length(num_ids: int, card: ModelCard, param: str) -> None:
+    """Whether so many token ids can fit. Raises ContextLengthExceeded."""
+    if num_ids > card.max_model_len:
+        message = f"the prompt has {num_ids} tokens, but the served context holds {card.max_model_len}"
+        raise ContextLengthExceeded(message, param=param)
 
 
 def check_picture(role: str, card: ModelCard, param: str) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from services.cli import procfs
+from services.cli.leftovers import end_leftovers
 from services.cli.metrics_view import Samples
 from services.cli.state import StateDir
-from services.cli.supervisor import Backoff, StopTimes, Supervisor, _Child, end_leftovers
+from services.cli.supervisor import Backoff, StopTimes, Supervisor, _Child
 from services.cli.topology import HOST, LaunchOptions, ProcessSpec, PublicPorts, Topology, plan
 from shared.clock import SystemEntropy
-from shared.config.load import write
 from shared.config.services import ModelConfig, RouterConfig
 from shared.errors import TriptychError
 from shared.rpc.control import ControlClient
@@ -79,6 +79,12 @@ class _Undertaker(Supervisor):
         super()._buried(child, code, now)
         self.deaths.append(Death(child.spec.name, code, now))
 
+    def respecify(self, spec: ProcessSpec) -> None:
+        """What the next life of the process of this name is started from."""
+        with self._lock:
+            child = next(child for child in self._children if child.spec.name == spec.name)
+            child.spec = spec
+
 
 class Cluster:
     """A running deployment. ``specs`` in the order of the plan, router first."""
@@ -108,7 +114,7 @@ class Cluster:
         """Arm these, and no others, in the process that takes the place of the present one. That must have
         read its own configuration."""
         runtime = replace(spec.config.runtime, failpoints=failpoints)
-        write(replace(spec.config, runtime=runtime), self._state.config_file(spec.name))
+        self.supervisor.respecify(replace(spec, config=replace(spec.config, runtime=runtime)))
 
     async def nodes(self) -> dict[str, Node]:
         """The workers that the router is connected to, by worker id; empty when it does not answer."""

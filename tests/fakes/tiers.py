@@ -37,13 +37,15 @@ class ManualReactor:
 
 
 class DictTier(OffloadTier):
-    """Records in a dict. Jobs end at once, or when ``release`` is called while ``held`` is set."""
+    """Records in a dict. Jobs end at once, or when ``release`` is called while ``held`` is set. What is in
+    ``corrupt`` is found to be so when it is loaded."""
 
     def __init__(self, name: str = "disk") -> None:
         self.name = name
         self.records: dict[bytes, tuple[bytes, bytes]] = {}
         self.asked: list[bytes] = []
         self.unsure: set[bytes] = set()
+        self.corrupt: set[bytes] = set()
         self.held = False
         self.open = True
         self._waiting: list[tuple[int, Callable[[], JobDone]]] = []
@@ -70,13 +72,15 @@ class DictTier(OffloadTier):
     def submit_load(self, job_id: int, items: Sequence[LoadItem]) -> None:
         def run() -> JobDone:
             loaded = {}
+            corrupt = self.corrupt.intersection(item.key for item in items)
+            self.remove(list(corrupt))
             for item in items:
                 header, payload = self.records.get(item.key, (b"", b""))
                 if len(payload) == item.into.nbytes:
                     item.into[:] = payload
                     loaded[item.key] = header
             self.num_loaded += len(loaded)
-            return JobDone(job_id, loaded=loaded)
+            return JobDone(job_id, loaded=loaded, corrupt=corrupt)
 
         self._begin(job_id, run)
 

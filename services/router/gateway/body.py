@@ -1,30 +1,39 @@
-"""Reads request bodies: owns media type, size and time limits on the way in."""
+"""Reads request bodies: owns media type, size and time limits on the way in, and where they are parsed."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
 
 from services.router.gateway.limits import GatewayLimits
-from shared.api.strict_json import parse_object
 from shared.errors import Cancelled, RequestTooLarge, UnsupportedMedia
 
+T = TypeVar("T")
 
-async def read_json(request: Request, limits: GatewayLimits) -> dict[str, Any]:
-    """The JSON object of a request. Raises UnsupportedMedia, RequestTooLarge, InvalidRequest, Cancelled when
+#: Parsing up to so many bytes is quicker than handing them to a thread.
+HEAVY_BYTES = 32 << 10
+
+
+async def read_body(request: Request, limits: GatewayLimits) -> bytes:
+    """The body of a request that says it is JSON. Raises UnsupportedMedia, RequestTooLarge, Cancelled when
     the client leaves before its end, or HTTPException 408 when it sends too slowly."""
     _check_media_type(request)
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            body = await _read(request, limits.max_body)
+            return await _read(request, limits.max_body)
     except TimeoutError:
         raise HTTPException(408, "the body came too slowly") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
-    return parse_object(body)
+
+
+async def parsed(body: bytes, parse: Callable[[bytes], T]) -> T:
+    """What ``parse`` makes of a body, or raises; off the event loop where that may take long."""
+    return await asyncio.to_thread(parse, body) if len(body) > HEAVY_BYTES else parse(body)
 
 
 def _check_media_type(request: Request) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.router.gateway.body import read_json
+from services.router.gateway.body import parsed, read_body
 from services.router.gateway.calls import TokenNames, disconnected, generate_all, run_unless
 from services.router.gateway.errors import refusals_counted
 from services.router.gateway.limits import GatewayLimits
@@ -16,6 +18,7 @@ from services.router.gateway.stream import StreamResponse
 from shared.api.openai import ApiCall, CallLabels, model_name, parse_chat, parse_completion
 from shared.api.responses import AnswerForm, ChatCollector, CompletionCollector, ResponseCollector
 from shared.api.sse import ChatChunks, ChunkWriter, CompletionChunks
+from shared.api.strict_json import parse_object
 from shared.multimodal.image import ImageReader
 from shared.types.bounds import unknown_model
 from shared.types.inference import InferenceService, ModelCard
@@ -43,19 +46,33 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        with refusals_counted():
-            fields = await read_json(request, self._limits)
-            card = await self._card(model_name(fields))
-            call = parse_chat(fields, card, ImageReader(self._limits.images), _labels(request))
-        return await self._answer(request, card.name, call, ChatChunks, ChatCollector)
+
+        def form(fields: dict[str, Any], card: ModelCard, labels: CallLabels) -> ApiCall:
+            return parse_chat(fields, card, ImageReader(self._limits.images), labels)
+
+        model, call = await self._call(request, form)
+        return await self._answer(request, model, call, ChatChunks, ChatCollector)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
+        model, call = await self._call(request, parse_completion)
+        return await self._answer(request, model, call, CompletionChunks, CompletionCollector)
+
+    async def _call(
+        self, request: Request, form: Callable[[dict[str, Any], ModelCard, CallLabels], ApiCall]
+    ) -> tuple[str, ApiCall]:
+        """The model and what is asked of it."""
+
+        def parse(body: bytes) -> tuple[str, ApiCall]:
+            fields = parse_object(body)
+            card = _card_of(cards, model_name(fields))
+            return card.name, form(fields, card, labels)
+
+        labels = _labels(request)
         with refusals_counted():
-            fields = await read_json(request, self._limits)
-            card = await self._card(model_name(fields))
-            call = parse_completion(fields, card, _labels(request))
-        return await self._answer(request, card.name, call, CompletionChunks, CompletionCollector)
+            body = await read_body(request, self._limits)
+            cards = await self._service.models()
+            return await parsed(body, parse)
 
     async def models(self) -> Response:
         """GET /v1/models"""
@@ -64,14 +81,7 @@ class OpenAIRoutes:
 
     async def model(self, name: str) -> Response:
         """GET /v1/models/{name}"""
-        return JSONResponse(_card_json(await self._card(name)))
-
-    async def _card(self, name: str) -> ModelCard:
-        cards = await self._service.models()
-        for card in cards:
-            if card.name == name:
-                return card
-        raise unknown_model(card.name for card in cards)
+        return JSONResponse(_card_json(_card_of(await self._service.models(), name)))
 
     async def _answer(
         self,
@@ -98,6 +108,13 @@ class OpenAIRoutes:
                     await names.load(outputs)
                 collector.add(prompt, outputs)
         return collector.finish()
+
+
+def _card_of(cards: Sequence[ModelCard], name: str) -> ModelCard:
+    for card in cards:
+        if card.name == name:
+            return card
+    raise unknown_model(card.name for card in cards)
 
 
 def _labels(request: Request) -> CallLabels:

@@ -63,6 +63,8 @@ class Driver:
         self._news = threading.Event()
         self._last = 0
         self._done: dict[int, JobDone] = {}
+        #: Keys that the tier said so of.
+        self.corrupt: set[bytes] = set()
         tier.set_wake(self._news.set)
 
     def next_id(self) -> int:
@@ -97,6 +99,7 @@ class Driver:
         self.tier.submit_load(job_id, [LoadItem(key, buffer) for key, buffer in into.items()])
         done = self.wait(job_id)
         assert not done.stored
+        self.corrupt.update(done.corrupt)
         return dict(done.loaded), into
 
     def good(self, records: Sequence[Stored]) -> set[bytes]:

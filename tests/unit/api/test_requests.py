@@ -6,6 +6,7 @@ import pytest
 
 from shared.api.openai import ApiCall, CallLabels, model_name, parse_chat, parse_completion
 from shared.errors import ContextLengthExceeded, InvalidMedia, InvalidRequest, TriptychError
+from shared.types.bounds import MAX_PARTS
 from shared.types.inference import ImagePart, Message, ModelCard, TextPart
 
 CARD = ModelCard(name="m", max_model_len=1000, vocab_size=500, created=1, vision=True)
@@ -296,6 +297,33 @@ def test_a_bad_prompt_is_refused(prompt: Any) -> None:
 def test_choices_over_all_prompts_are_bounded() -> None:
     assert len(completion(prompt=["a"] * 16, n=4).requests) == 16
     assert refused(completion, prompt=["a"] * 17, n=4).param == "prompt"
+
+
+def test_ids_over_the_context_are_refused_before_each_is_looked_at() -> None:
+    for prompt in ([1] * 1001, [[1] * 1001], [1] * 1000 + ["x"]):
+        with pytest.raises(ContextLengthExceeded) as caught:
+            completion(prompt=prompt)
+        assert caught.value.param == "prompt"
+    assert len(completion(prompt=[1] * 1000).requests) == 1
+
+
+def test_parts_over_all_messages_are_bounded() -> None:
+    part = {"type": "text", "text": "a"}
+    lists = [{"role": "user", "content": [part] * (MAX_PARTS // 2)}] * 2
+    for messages in (USER * MAX_PARTS, lists):
+        assert chat(messages=messages)
+        error = refused(chat, messages=messages + USER)
+        assert (error.param, "at most 8192 parts" in error.message) == ("messages", True)
+    assert refused(chat, messages=[5, None, {"content": 5}]).param == "messages[0]"
+
+
+@pytest.mark.parametrize("detail", ["auto", "low", "high", None])
+def test_the_detail_of_a_picture_is_accepted(detail: str | None) -> None:
+    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": "u", "detail": detail}}
+    assert chat(messages=[{"role": "user", "content": [image]}])
+    image["image_url"]["detail"] = "medium"
+    error = refused(chat, messages=[{"role": "user", "content": [image]}])
+    assert error.param == "messages[0].content[0].image_url.detail" and "medium" not in error.message
 
 
 @pytest.mark.parametrize("model", [None, "", 5, ["m"]])

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from shared.api.strict_json import MAX_DEPTH, parse_object
+from shared.api.strict_json import MAX_COUNTS, MAX_DEPTH, parse_object
 from shared.errors import InvalidRequest
 
 
@@ -65,3 +67,28 @@ def test_nesting_is_allowed_up_to_the_cap() -> None:
     parse_object(nested(MAX_DEPTH))
     with pytest.raises(InvalidRequest):
         parse_object(nested(MAX_DEPTH + 1))
+
+
+def bodies_of(count: int) -> list[bytes]:
+    """Objects with so many of each thing that is bounded, itself included."""
+    return [
+        b'{"a":[' + b",".join([b"[]"] * (count - 1)) + b"]}",
+        b'{"a":[' + b",".join([b"{}"] * (count - 1)) + b"]}",
+        b"{" + b",".join(b'"%d":1' % n for n in range(count)) + b"}",
+        b'{"a":[' + b",".join([b"1"] * (count + 1)) + b"]}",
+    ]
+
+
+def test_items_are_bounded_before_anything_is_built_of_them() -> None:
+    for index, most in enumerate(MAX_COUNTS.values()):
+        assert parse_object(bodies_of(most)[index])
+        with pytest.raises(InvalidRequest, match="too many items") as caught:
+            parse_object(bodies_of(most + 1)[index])
+        assert caught.value.code == "invalid_json"
+
+
+def test_text_is_not_counted_as_items() -> None:
+    text = '[{":,\\\\"' * (max(MAX_COUNTS.values()) // 2)
+    short = ["\\", '"', ",", "[", "{", ":"] * 20_000
+    body = json.dumps({"a": text, "b": text, "c": short}).encode()
+    assert parse_object(body) == {"a": text, "b": text, "c": short}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -14,12 +15,12 @@ import pytest
 from services.cli import deployment
 from services.cli.deployment import NotReady, deployed
 from services.cli.signals import Interrupted
-from services.cli.state import AlreadyUp, StateDir
+from services.cli.state import AlreadyUp, StateDir, StateLost
 from services.cli.supervisor import StartFailed, StopTimes
 from services.cli.topology import LaunchOptions, ProcessSpec, PublicPorts, Topology
 from shared.config.services import HttpConfig, ModelConfig, RouterConfig, ServerConfig
 from shared.errors import ConfigError
-from tests.unit.cli.helpers import WITNESS, Script, script
+from tests.unit.cli.helpers import PATIENCE_S, WITNESS, Script, script
 
 TOPOLOGY = Topology(encoders=0, prefills=0, decodes=1, kv_stores=0)
 #: A router that counts NUM decode workers and is healthy, as far as the launcher can see.
@@ -118,6 +119,19 @@ def test_starting_can_be_interrupted(state: StateDir, options: LaunchOptions, pl
     stopping.set()
     with pytest.raises(Interrupted), start(state, options, stopping=stopping):
         pytest.fail("it was not ready")
+
+
+def test_a_directory_that_is_taken_away_ends_what_was_started(
+    state: StateDir, options: LaunchOptions, planned: Planned
+) -> None:
+    planned()
+    stopping = threading.Event()
+    with pytest.raises(StateLost, match="removed or replaced"), start(state, options, stopping=stopping):
+        records = state.processes()
+        shutil.rmtree(state.root)
+        assert stopping.wait(PATIENCE_S), "nobody told those who wait for the end"
+    assert len(records) == 2 and not any(process.alive for process in records)
+    assert not state.root.exists(), "nothing is written where the directory was"
 
 
 def test_a_taken_port_is_said_before_anything_starts(state: StateDir, options: LaunchOptions) -> None:

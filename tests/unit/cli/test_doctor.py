@@ -46,6 +46,17 @@ def test_disk_is_asked_for_where_the_directory_would_be(tmp_path: Path) -> None:
     assert doctor.free_bytes(tmp_path / "not" / "yet") == doctor.free_bytes(tmp_path) > 0
 
 
+def test_a_state_directory_that_cannot_be_written_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateDir(tmp_path / "there" / "state")
+    assert doctor.check_state(state).level == "ok" and not state.root.exists()
+    state.prepare()
+    for closed in (state.root, state.logs):
+        monkeypatch.setattr("os.access", lambda path, mode, closed=closed: path != closed)
+        assert doctor.check_state(state).level == "fail"
+
+
 def test_shared_memory_works_here() -> None:
     assert doctor.check_shared_memory().level == "ok"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ def test_a_bad_topology_is_said_before_a_model_is_built(
     monkeypatch.setattr("services.cli.launch.resolve_model", lambda *_: pytest.fail("it was built"))
     with pytest.raises(ConfigError, match="topology"):
         topology_of(tmp_path, "--topology", "q=1")
+
+
+def test_a_taken_port_is_said_before_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.launch.resolve_model", lambda *_: pytest.fail("it was built"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"in use by another program: --http-port {port}"):
+            topology_of(tmp_path, "--http-port", port)
 
 
 def test_a_warning_stays_above_the_line_that_changes() -> None:

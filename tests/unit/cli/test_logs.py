@@ -52,6 +52,14 @@ def test_the_command_shows_the_last_lines_with_names(
     assert capsys.readouterr().out == ""
 
 
+def test_a_name_without_logs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "router.log").write_text("a\n")
+    assert main(["logs", "--state-dir", str(tmp_path), "router", "nosuch"]) == 1
+    said = capsys.readouterr()
+    assert "no logs of nosuch (but router)" in said.err and not said.out
+
+
 def test_no_logs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "--state-dir", str(tmp_path)]) == 1
     assert "no logs" in capsys.readouterr().err

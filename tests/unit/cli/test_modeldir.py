@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def test_a_built_demo_model_is_not_built_again(state: StateDir) -> None:
     assert not is_built(state)
     (model / "config.json").write_text("{}")
     assert is_built(state) and resolve(DEMO_MODEL, state) == model
+
+
+def test_a_build_that_fails_leaves_the_reason_to_the_builder(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ConfigError, match="could not be built") as caught:
+        resolve(DEMO_MODEL, state)
+    assert "make setup" not in caught.value.message and str(state.models) in caught.value.message
 
 
 def test_an_empty_name_is_not_taken_for_the_demo_model(tmp_path: Path) -> None:

@@ -92,10 +92,37 @@ def test_a_model_directory_without_sense_is_named_once(text: str, tmp_path: Path
     assert message.count(f"model {tmp_path}: ") == 1
 
 
-def test_nixl_must_be_installed_to_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_a_backend_must_be_installed_to_be_used(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "decode-0: transfer.order: nixl is not installed" in problems("transfer.order=nixl,tcp")
-    assert check(planned()) == ()
+    assert f"kv-store-0: transfer.order: {backend} is not installed" in problems(f"transfer.order={backend}")
+
+
+def test_a_disk_tier_needs_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert "kv-store-0: disk.path: " in problems(f"disk.path={tmp_path}/file")
+    assert f"{tmp_path}/file is not a directory" in problems(f"disk.path={tmp_path}/file/below")
+    wanted = f"disk.path={tmp_path}/new/folder"
+    assert check(planned(wanted)) == () and not (tmp_path / "new").exists()
+    both = problems(wanted, topology="s=2")
+    assert f"{tmp_path}/new/folder is given to kv-store-0 and kv-store-1; each needs its own" in both
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert f"{tmp_path} is not writable" in problems(wanted)
+
+
+def test_tiers_from_outside_are_looked_for_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outside" / "below").mkdir(parents=True)
+    for folder in ("outside", "outside/below"):
+        (tmp_path / folder / "__init__.py").write_text("raise SystemExit('it was run')")
+    (tmp_path / "outside" / "below" / "tier.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.chdir(tmp_path)
+    assert check(planned("tiers=outside.below.tier:Some?a=1")) == ()
+    assert check(planned("tiers=shared.tiering.mooncake:MooncakeTier")) == ()
+    assert "kv-store-0: tiers: there is no module nosuch" in problems("tiers=nosuch:Foo")
+    assert "there is no module outside.nosuch" in problems("tiers=outside.nosuch:Foo")
+    assert "expected package.module:Class" in problems("tiers=outside")
 
 
 def test_the_environment_counts_too() -> None:

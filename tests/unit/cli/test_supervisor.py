@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from services.cli import procfs
+from services.cli.leftovers import end_leftovers
 from services.cli.state import ProcessRecord, StateDir
-from services.cli.supervisor import Backoff, StopTimes, Supervisor, end_leftovers, tail
+from services.cli.supervisor import Backoff, StopTimes, Supervisor, tail
 from shared.errors import ConfigError
 from tests.unit.cli.helpers import Script, eventually, script
 

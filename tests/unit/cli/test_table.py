@@ -62,6 +62,14 @@ def test_a_dead_process_is_shown_with_its_exit_code() -> None:
     view.close()
 
 
+def test_a_death_counts_though_nothing_took_its_place() -> None:
+    view = TableView({})
+    for state, restarts in (("exited", 6), ("restarting", 6), ("running", 7)):
+        row = Row("decode-0", "decode", state, 0, restarts, 0.0, None)
+        assert " 7 " in text_of(view, row)
+    view.close()
+
+
 def test_cpu_is_a_rate_between_two_looks() -> None:
     clock = ManualClock()
     view = TableView({}, clock)

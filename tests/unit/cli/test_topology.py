@@ -24,7 +24,7 @@ def test_the_default_is_six_processes_router_first() -> None:
     assert list(_plan()) == ["router", "kv-store-0", "encoder-0", "prefill-0", "decode-0", "decode-1"]
 
 
-@pytest.mark.parametrize("text", ["e=1,p", "x=1", "e=-1", "e=one", "p=0,d=0", "s=65", "d=65"])
+@pytest.mark.parametrize("text", ["e=1,p", "x=1", "e=-1", "e=one", "p=0,d=0", "s=65", "d=65", "d=1,d=2"])
 def test_a_bad_topology_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Topology.parse(text)

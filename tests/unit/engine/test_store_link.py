@@ -47,6 +47,7 @@ class ScriptedCalls:
         self.tenants: list[str] = []
         self.released: list[PoolHit] = []
         self.offered: list[tuple[CommittedBlock, ...]] = []
+        self.kept: list[Callable[[int], None]] = []
 
     def lookup(self, wanted: tuple[WantedBlock, ...], tenant: str, done: Callable[[PoolHit], None]) -> None:
         self.wanted.append(wanted)
@@ -58,6 +59,7 @@ class ScriptedCalls:
 
     def offer(self, blocks: tuple[CommittedBlock, ...], done: Callable[[int], None]) -> None:
         self.offered.append(blocks)
+        self.kept.append(done)
 
 
 class Bench:
@@ -234,3 +236,18 @@ def test_what_computing_costs_is_counted_in_whole_steps() -> None:
         costs.stepped(tokens, 0.1 + 0.01 * tokens)
     assert costs.compute_s(40) == pytest.approx(2 * 0.26 + 0.18)
     assert costs.compute_s(32) == pytest.approx(2 * 0.26)
+
+
+def test_of_a_prefix_that_was_offered_the_tail_goes_first() -> None:
+    bench = Bench()
+    tokens = list(range(12))
+    bench.kv.open("a", tokens, (), "", "", 0)
+    bench.kv.reserve("a", 12, writable_from=0)
+    blocks = bench.kv.commit("a", 12, {(0, block_id): (1,) for block_id in bench.kv.table("a")[0]})
+    bench.link.offer(tuple(blocks))
+    bench.kv.close("a")
+    bench.calls.kept[0](3)
+    bench.inbox.run()
+    bench.kv.open("b", list(range(100, 124)), (), "", "", 0)
+    bench.kv.reserve("b", 24, writable_from=0)  # six of the eight blocks
+    assert bench.kv.open("c", [*tokens, 0], (), "", "", 12) == 8

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 
+from services.router.gateway import routes_openai
+from services.router.gateway.body import HEAVY_BYTES
+from shared.api.openai import ApiCall, CallLabels, parse_completion
+from shared.api.strict_json import parse_object
 from shared.errors import WorkerLost
+from shared.types.inference import ModelCard
 from tests.unit.gateway.scripted import ScriptedService
 from tests.unit.gateway.wire import CHAT, Address, exchange, get, post
 
@@ -39,6 +45,28 @@ async def test_bad_bodies_get_a_typed_400_and_the_next_is_answered(
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
     assert service.requests == []
     assert (await exchange(address, post(json.dumps(CHAT).encode()))).status == 200
+
+
+@pytest.mark.parametrize(("size", "is_aside"), [(1, False), (HEAVY_BYTES, True)])
+async def test_large_bodies_are_parsed_off_the_event_loop(
+    address: Address, monkeypatch: pytest.MonkeyPatch, size: int, is_aside: bool
+) -> None:
+    """Whoever else is served does not wait for it."""
+    threads = []
+
+    def form(fields: dict[str, Any], card: ModelCard, labels: CallLabels) -> ApiCall:
+        threads.append(threading.current_thread())
+        return parse_completion(fields, card, labels)
+
+    def whole(body: bytes) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return parse_object(body)
+
+    monkeypatch.setattr(routes_openai, "parse_completion", form)
+    monkeypatch.setattr(routes_openai, "parse_object", whole)
+    body = json.dumps({"model": "tiny", "prompt": "x" * size}).encode()
+    assert (await exchange(address, post(body, "/v1/completions"))).status == 200
+    assert [thread is not threading.current_thread() for thread in threads] == [is_aside] * 2
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,17 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         gguf_source.find_gguf()
 
 
+def test_a_full_disk_is_an_error_of_the_system() -> None:
+    class Fields:
+        def _get(self, key: str) -> list[Any]:
+            return {"tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}[
+                key.split(".")[-1]
+            ]
+
+    with pytest.raises(OSError, match="No space left"):
+        gguf_source.GGUFSource.save_tokenizer(Fields(), Path("/dev/full"))  # type: ignore[arg-type]
+
+
 def test_rotary_pairs_become_halves() -> None:
     interleaved = np.arange(12, dtype=np.float32).reshape(12, 1)  # two heads of three pairs
     halves = gguf_source._halves(interleaved, 2)

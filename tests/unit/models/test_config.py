@@ -54,6 +54,13 @@ def test_an_unknown_architecture_names_the_known_ones() -> None:
         ({"num_key_value_heads": 3}, "head counts"),
         ({"vocab_size": "many"}, "wrong type"),
         ({"hidden_size": None}, "wrong type"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": -2}, "head counts"),
+        ({"head_dim": -16}, "head counts"),
+        ({"rms_norm_eps": 10**400}, "wrong type"),
+        ({"triptych_vocab_size": 101}, "triptych_vocab_size"),
     ],
 )
 def test_unsupported_settings_are_refused(change: dict, message: str) -> None:
@@ -90,6 +97,9 @@ def test_a_vision_language_model_wraps_a_llama() -> None:
     assert (config.num_valid_tokens, config.vocab_size, config.image_token_id) == (88, 100, 90)
     assert (config.prefix, config.tie_embeddings) == ("model.text_model.", True)
     assert config.architecture == "SmolVLMForConditionalGeneration"
+    for outside in (-1, 100):
+        with pytest.raises(ConfigError, match="image_token_id"):
+            read_config({**keys, "image_token_id": outside})
     with pytest.raises(ConfigError, match="around gemma"):
         read_config({**keys, "text_config": {**text, "model_type": "gemma"}})
 
@@ -99,6 +109,16 @@ def test_eos_ids_of_the_generation_config_come_first(tmp_path: Path) -> None:
     assert load_config(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert load_config(tmp_path).eos_token_ids == (5, 2)
+
+
+@pytest.mark.parametrize("eos", ["x", [2, "x"], True, 2.5, {}, -1, 100, [2, 10**9]])
+def test_eos_ids_must_be_tokens_of_the_model(eos: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"^config\.json: eos_token_id"):
+        read_config({**LLAMA, "eos_token_id": eos})
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", "{"])

@@ -218,10 +218,10 @@ async def test_drain_lets_requests_end_and_cuts_off_the_rest(make_cluster: Any) 
     draining = asyncio.create_task(cluster.dispatcher.drain(5.0))
     await asyncio.sleep(0)
     late = await cluster.ask(ask_for())
-    assert late.error.code == "overloaded"
+    assert late.error.code == "shutting_down"
     while not draining.done():
         await cluster.pass_time()
     await quick
     await stuck
     assert answers[0].error is None and answers[0].usage is not None
-    assert answers[1].error.code == "overloaded" and answers[1].finish(0) == "length"
+    assert answers[1].error.code == "shutting_down" and answers[1].finish(0) == "length"

@@ -90,8 +90,8 @@ async def test_draining_lets_nobody_in() -> None:
     await admission.enter(9.0)
     waiting = await queue(admission)
     admission.drain()
-    with pytest.raises(Overloaded):
-        await waiting
-    with pytest.raises(Overloaded):
-        await admission.enter(9.0)
+    for turned_away in (waiting, admission.enter(9.0)):
+        with pytest.raises(Overloaded) as caught:
+            await turned_away
+        assert caught.value.code == "shutting_down"
     assert admission.num_running == 1

@@ -107,6 +107,38 @@ def test_it_is_known_whether_content_comes_in_parts(source: str, takes_parts: bo
     assert ChatTemplate(source, {}).takes_parts is takes_parts
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("chat_template.jinja", b"caf\xe9", "chat_template.jinja is not UTF-8"),
+        ("chat_template.jinja", b"", "chat_template.jinja: the chat template is empty"),
+        ("chat_template.jinja", b"\n{% if %}", r"chat_template.jinja: .* does not compile \(line 2: "),
+        ("tokenizer_config.json", b"caf\xe9", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b'{"chat_template": " "}', "tokenizer_config.json: .* is empty"),
+    ],
+)
+def test_an_unusable_template_names_its_file(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        load_chat_template(tmp_path, {})
+
+
+def test_a_template_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").mkdir()
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read"):
+        load_chat_template(tmp_path, {})
+
+
+def test_a_list_of_templates_may_hold_anything(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ["x", {"name": "other"}]}))
+    assert load_chat_template(tmp_path, {}) is None
+
+
+def test_a_template_that_renders_nothing_is_a_bad_request() -> None:
+    with pytest.raises(InvalidRequest, match="the chat template renders nothing"):
+        ChatTemplate("{% for m in messages if m.role == 'nobody' %}x{% endfor %}", {}).render(USER)
+
+
 def test_where_a_directory_keeps_its_template(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path, {}) is None
     config = tmp_path / "tokenizer_config.json"

@@ -57,6 +57,7 @@ class TestDamage:
         assert disk.present(records) == [0, 1, 2]  # headers are read at start, payloads when they are loaded
         assert disk.good(records) == {records[0].key, records[2].key}
         assert disk.present(records) == [0, 2]
+        assert disk.driver.corrupt == {records[1].key}
         assert disk.seen.events["quarantined", "payload"] == 1
         assert disk.store(records) == {record.key for record in records}
         assert disk.good(records) == {record.key for record in records}

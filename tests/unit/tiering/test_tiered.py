@@ -176,6 +176,14 @@ def test_what_does_not_verify_is_a_counted_miss(bench: Bench, damage, reason: st
     assert bench.lookup(range(3)) == 3
 
 
+def test_what_a_tier_finds_corrupt_itself_is_counted_as_that_once(bench: Bench) -> None:
+    bench.put(range(3))
+    bench.disk.corrupt = {bench.record(1)}
+    before = [failures(reason) for reason in ("corrupt", "missing", "payload")]
+    assert bench.lookup(range(3)) == 1
+    assert [failures(reason) for reason in ("corrupt", "missing", "payload")] == [before[0] + 1, *before[1:]]
+
+
 def test_another_models_record_is_a_miss(bench: Bench) -> None:
     bench.put(range(1))
     payload = memoryview(bytearray(content(0, 0)))
@@ -247,6 +255,37 @@ def test_the_second_use_is_written_and_the_first_is_not(bench: Bench) -> None:
     assert set(bench.disk.records) == {bench.record(n, group) for n in range(2) for group in (0, 1)}
     bench.evict_all()
     assert bench.lookup(range(3)) == 2
+
+
+def test_what_is_written_takes_what_leads_to_it_along(bench: Bench) -> None:
+    """A worker that keeps the head of a prompt never asks for it; below, the rest is worth nothing alone."""
+    bench.fill(range(5))
+    for _ in range(2):
+        assert bench.lookup(range(3, 5)) == 2
+    assert list(bench.disk.records) == [bench.record(n, group) for n in range(5) for group in (0, 1)]
+    assert bench.disk.num_stored == 10, "each once"
+    bench.evict_all()
+    assert bench.lookup(range(5)) == 5
+
+
+def test_what_leads_to_something_is_written_first_where_there_is_room_for_few() -> None:
+    bench = Bench(max_stores=4)
+    bench.fill(range(5))
+    written = []
+    for _ in range(3):
+        assert bench.lookup(range(3, 5)) == 2
+        written.append({n for n in range(5) if bench.record(n, 0) in bench.disk.records})
+        assert all((bench.record(n, 1) in bench.disk.records) == (n in written[-1]) for n in range(5))
+    assert written == [{0, 1}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}]
+    bench.check()
+    bench.arena.close()
+
+
+def test_an_offer_for_the_first_time_takes_nothing_along(bench: Bench) -> None:
+    bench.fill(range(3))
+    bench.fill(range(3, 6))
+    bench.reactor.run()
+    assert bench.disk.num_stored == 0
 
 
 def test_what_was_written_is_not_written_again_before_a_while(bench: Bench) -> None:

@@ -100,6 +100,13 @@ def test_more_tokens_than_the_context_have_a_code_of_their_own() -> None:
     assert "100" in error.message
 
 
+def test_more_of_a_prompt_than_is_looked_at_is_refused() -> None:
+    assert refused(ask(prompt_token_ids=(1,) * 101)).code == "context_length_exceeded"
+    messages = (Message("user", (TextPart("a"),) * 4096),) * 2
+    check_request(ask(messages=messages), CARD)
+    assert refused(ask(messages=(*messages, Message("user", (TextPart("a"),))))).param == "messages"
+
+
 def test_the_bounds_are_said() -> None:
     assert refused(ask(n=17)).message == "n must be between 1 and 16"
     assert refused(ask({"top_p": 0})).message == "top_p must be above 0 and at most 1"

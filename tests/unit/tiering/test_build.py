@@ -96,7 +96,7 @@ def test_what_is_not_verified_is_not_verified_in_any_tier(tmp_path: Path, verifi
     lower = opened(f"disk.path={tmp_path / 'disk'}", f"kv.verify={str(verified).lower()}")
     into = memoryview(bytearray(stored.item.payload.nbytes))
     headers: dict[bytes, bytes] = {}
-    lower.chain.load(0, [LoadItem(stored.key, into)], headers.update)
+    lower.chain.load(0, [LoadItem(stored.key, into)], lambda end: headers.update(end.loaded))
     lower.chain.close()
     assert (stored.key in headers) == (not verified)
     record = stored.record

@@ -18,22 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from shared.runner.gpu.device import Device
-from shared.runner.kv_tensors import packed_rows
-from shared.sampling.row import SamplerRow, is_plain_greedy
-from shared.step import NewRow, RowStep
+from shared.runner.row_states import RowStates
+from shared.step import RowStep
 
 #: Row and position of what fills a step up.
 PADDING = -1
 #: From the tokens at which rows begin, and their positions there: first tokens and counts of the tiles of
 #: queries, and the rows (first and last token) that go without tiles.
 Tiling = Callable[[Sequence[int], Sequence[int]], tuple[NDArray[np.int32], tuple[tuple[int, int], ...]]]
-
-
-@dataclass
-class _Row:
-    new: NewRow
-    history: list[int]
-    media: tuple[tuple[int, torch.Tensor], ...]  # (first placeholder position, embedding rows)
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class StepInputs:
     media_rows_A: torch.Tensor | None = None
 
 
-class DeviceRows:
+class DeviceRows(RowStates):
     """Rows 0 .. ``max_rows`` - 1 with tables of ``max_blocks`` blocks in each of ``num_groups`` groups."""
 
     def __init__(
@@ -69,27 +61,13 @@ class DeviceRows:
         rows_per_block: int,
         tiling: Tiling,
     ) -> None:
+        super().__init__(eos_token_ids, rows_per_block)
         self._device = device
         self.tables_GRM = torch.zeros(
             num_groups, max_rows, max_blocks, dtype=torch.int32, device=device.device
         )
         self.last_R = torch.zeros(max_rows, dtype=torch.int32, device=device.device)
-        self._rows: dict[int, _Row] = {}
-        self._eos_token_ids = eos_token_ids
-        self._rows_per_block = rows_per_block
         self._tiling = tiling
-
-    def add(self, new: NewRow) -> None:
-        """Take a row in; it replaces whatever the index held."""
-        media = tuple(
-            (m.item.offset, packed_rows(m.block_ids, m.item.num_tokens, self._rows_per_block))
-            for m in new.media
-        )
-        self._rows[new.row] = _Row(new, list(new.token_ids), media)
-
-    def free(self, row: int) -> None:
-        """Forget a row; an unknown index is ignored."""
-        self._rows.pop(row, None)
 
     def prepare(self, steps: Sequence[RowStep]) -> StepInputs:
         """Bring a step's inputs to the device, after ``update_tables``; ``steps`` is not empty."""
@@ -107,7 +85,7 @@ class DeviceRows:
         )
         on_device = torch.split(self._device.upload(np.concatenate(parts)), [len(part) for part in parts])
         token_ids, rows_T, positions, tiles_2N, sampled_from, sample_rows = on_device
-        media = self._media(steps, starts)
+        media = self.media(steps, starts) or (None, None)
         return StepInputs(
             token_ids,
             rows_T,
@@ -141,7 +119,7 @@ class DeviceRows:
         return all(
             len(step.token_ids) == 1
             and step.sample_rows == (step.row,)
-            and step.first >= self._rows[step.row].new.num_prompt_tokens
+            and step.first >= self.num_prompt_tokens(step.row)
             for step in steps
         )
 
@@ -155,38 +133,6 @@ class DeviceRows:
             [step.first for step in steps],
         ]
         return values
-
-    def _media(
-        self, steps: Sequence[RowStep], starts: Sequence[int]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Tokens of the step that are placeholders, and their rows of the embedding memory."""
-        tokens: list[torch.Tensor] = []
-        rows: list[torch.Tensor] = []
-        for step, base in zip(steps, starts, strict=False):
-            for offset, embedding_rows in self._rows[step.row].media:
-                first = max(step.first, offset)
-                last = min(step.first + len(step.token_ids), offset + len(embedding_rows))
-                if first < last:
-                    tokens.append(torch.arange(first, last) - step.first + base)
-                    rows.append(embedding_rows[first - offset : last - offset])
-        return (torch.cat(tokens), torch.cat(rows)) if tokens else (None, None)
-
-    def sampler_rows(self, rows: Sequence[int]) -> list[SamplerRow]:
-        """What sampling needs of these rows; valid until the next ``append``."""
-        states = [self._rows[row] for row in rows]
-        return [
-            SamplerRow(s.new.sampling, s.new.choice, s.history, s.new.num_prompt_tokens, self._eos_token_ids)
-            for s in states
-        ]
-
-    def are_plain(self, rows: Sequence[int]) -> bool:
-        """Whether each of these rows simply wants its likeliest token."""
-        return all(is_plain_greedy(self._rows[row].new.sampling) for row in rows)
-
-    def append(self, row: int, token_id: int) -> None:
-        """The next token of a row that is not plain: what penalties and the random position need. (The
-        history of a plain row is never read.)"""
-        self._rows[row].history.append(token_id)
 
 
 def _positions(steps: Sequence[RowStep], counts: Sequence[int], starts: Sequence[int]) -> NDArray[np.int32]:

@@ -12,29 +12,14 @@ from shared.errors import ConfigError
 from shared.kernels import library
 from shared.kernels.checksum import head_checksums
 from shared.models import weights
-from shared.models.config import ModelConfig, RopeConfig
 from shared.runner.kv_tensors import EmbeddingMemory
 from shared.runner.model_runner import ModelRunner
 from shared.step import LAST_SAMPLED, BlockCopy, BlockSeal, MediaRows, RowStep, StepPlan
 from shared.types.request import MediaItem, SamplingParams
+from tests.fakes.configs import tiny_config
 from tests.unit.runner.driving import Driver, random_weights
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=104,
-    num_valid_tokens=100,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    max_position=256,
-    tie_embeddings=True,
-    eos_token_ids=(1,),
-)
+CONFIG = tiny_config(architecture="LlamaForCausalLM", qk_norm=False, rms_norm_eps=1e-5)
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
 SAMPLED = SamplingParams(max_tokens=64, temperature=1.0, seed=5, logprobs=3)
 

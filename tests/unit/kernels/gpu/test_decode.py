@@ -14,29 +14,22 @@ from shared.kernels.gpu.decode_attention import Split
 from shared.kernels.gpu.matmul import Scratch
 from shared.kernels.gpu.stream import Tile
 from shared.kernels.gpu.tokens import FAILED, likeliest
-from shared.models.config import ModelConfig, RopeConfig
 from shared.models.gpu_decoder import GpuDecoder
 from shared.models.weights import DecoderWeights
+from tests.fakes.configs import tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Tensor cores want bfloat16; the interpreter's bfloat16 is not worth comparing.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 TOLERANCE = 6e-2 if DEVICE == "cuda" else 2e-4
-CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
+CONFIG = tiny_config(
     vocab_size=320,
     num_valid_tokens=320,
     hidden_size=128,
     intermediate_size=192,
-    num_layers=2,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=32,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
     max_position=128,
-    tie_embeddings=True,
-    qk_norm=True,
 )
 BLOCK, PER_ROW = 8, 8
 

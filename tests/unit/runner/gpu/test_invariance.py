@@ -9,19 +9,18 @@ import torch
 from msgspec import structs
 
 from shared.models import weights
-from shared.models.config import ModelConfig, RopeConfig
 from shared.models.gpu_decoder import place
 from shared.runner.gpu.device import CudaDevice
 from shared.runner.gpu.runner import GpuRunner
 from shared.step import LAST_SAMPLED, NewRow, RowStep, StepPlan, StepResult
 from shared.types.kv import KVCacheSpec
 from shared.types.request import SamplingParams
+from tests.fakes.configs import tiny_config
 from tests.unit.runner.driving import random_weights
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
+CONFIG = tiny_config(
     vocab_size=4096,
     num_valid_tokens=4096,
     hidden_size=1024,
@@ -30,11 +29,7 @@ CONFIG = ModelConfig(
     num_heads=16,
     num_kv_heads=8,
     head_dim=64,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
     max_position=4096,
-    tie_embeddings=True,
-    qk_norm=True,
 )
 ROWS, LENGTH, BLOCK = 66, 1300, 16
 #: Every logit is reported, so that equal results are equal bits.
